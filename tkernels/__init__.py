@@ -1,0 +1,5 @@
+"""Triton kernels for transformer inference, safe to capture in CUDA graphs."""
+
+from tkernels.rmsnorm import add_rms_norm, rms_norm
+
+__all__ = ["add_rms_norm", "rms_norm"]

@@ -1,0 +1,67 @@
+"""Registration of ops: one schema, a kernel, a reference, a fake, and a backward that says there is none.
+
+``define`` puts an op into the ``tkernels`` library. CUDA runs the Triton launcher; the CPU runs the PyTorch reference, or
+with ``TRITON_INTERPRET=1`` the same launcher in Triton's interpreter. Ops are inference-only: a tensor that needs a gradient
+may pass through, and the backward pass raises.
+
+``torch.library.Library`` is used rather than ``custom_op`` because it costs 2 to 3 µs a call on the host against 10 to 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tkernels._triton import INTERPRETED
+
+_LIBRARY = torch.library.Library("tkernels", "DEF")
+
+
+def define(schema: str, *, kernel: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``schema`` (without the namespace) and return its ``OpOverload``.
+
+    kernel: launches Triton; also run on the CPU under the interpreter.
+    reference: plain PyTorch with the same arguments and the same output strides; what the CPU runs otherwise.
+    fake: shapes, dtypes and strides only.
+    """
+    name = schema.split("(", 1)[0].strip()
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CUDA")
+    _LIBRARY.impl(name, kernel if INTERPRETED else reference, "CPU")
+    torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)
+    overload = getattr(torch.ops.tkernels, name).default
+    if overload._schema.is_mutable:
+        _LIBRARY.impl(name, _refuse_gradients(name, overload), "Autograd")
+    else:
+        torch.library.register_autograd(f"tkernels::{name}", _raising_backward(name), lib=_LIBRARY)
+    return overload
+
+
+def _message(name: str) -> str:
+    return (
+        f"tkernels.{name} is inference-only and has no backward: run it under torch.inference_mode() or torch.no_grad(), "
+        "or use the torch module it replaces for training"
+    )
+
+
+def _raising_backward(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_message(name))
+
+    return backward
+
+
+def _refuse_gradients(name: str, overload: Any) -> Callable[..., Any]:
+    """An op that writes into its arguments cannot defer the error to backward: it would have overwritten saved values."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            if any(t.requires_grad for t in tensors):
+                raise NotImplementedError(_message(name))
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,83 @@
+"""Triton, or a stand-in that keeps ``import tkernels`` working where it is not installed.
+
+Every kernel file imports ``triton`` and ``tl`` from here. Without triton the decorators return an object that raises
+only when a kernel is launched; ops still run their PyTorch reference on the CPU.
+
+``INTERPRETED`` is read once, like triton itself reads ``TRITON_INTERPRET``: when a kernel is decorated. Set the variable
+before the first import of ``tkernels``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True")
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAVE_TRITON = True
+except ImportError:  # the package must import on machines that only want the references
+    HAVE_TRITON = False
+
+    class _MissingKernel:
+        def __init__(self, name: str) -> None:
+            self.__name__ = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise ModuleNotFoundError(
+                f"{self.__name__} is a Triton kernel and triton is not installed: pip install triton (Linux), "
+                "or run on the CPU without TRITON_INTERPRET to use the PyTorch reference"
+            )
+
+    class _MissingLanguage:
+        constexpr = staticmethod(lambda value: value)
+
+        def __getattr__(self, name: str) -> Any:
+            return None
+
+    class _MissingTriton:
+        language = _MissingLanguage()
+
+        @staticmethod
+        def jit(fn: Any = None, **_: Any) -> Any:
+            return _MissingTriton.jit if fn is None else _MissingKernel(fn.__name__)
+
+        @staticmethod
+        def cdiv(a: int, b: int) -> int:
+            return -(-a // b)
+
+        @staticmethod
+        def next_power_of_2(n: int) -> int:
+            return 1 << max(n - 1, 0).bit_length()
+
+    triton: Any = _MissingTriton()  # type: ignore[no-redef]
+    tl: Any = _MissingLanguage()  # type: ignore[no-redef]
+
+if INTERPRETED and not HAVE_TRITON:
+    raise ModuleNotFoundError("TRITON_INTERPRET=1 asks for Triton's interpreter, but triton is not installed: pip install triton")
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x (fp32) rounded to nearest even in ``dtype``. The interpreter's own fp32 → bf16 cast truncates, hence the bit form."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.where(x == x, rounded, x.to(tl.bfloat16))  # the carry would turn some NaNs into zero
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with fp32 accumulation. fp32 operands use no tf32; the interpreter multiplies bf16 only after a cast to fp32,
+    because it gets bf16 arithmetic wrong (tests/test_harness.py has the canary)."""
+    if _INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
