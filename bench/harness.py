@@ -1,0 +1,143 @@
+"""Timing on the device and results files, shared by every benchmark.
+
+Device time is taken from CUDA graphs that hold several calls over rotated inputs (so that L2 does not serve them), with events
+around a replay; the variants of one table are interleaved, and the median of the repeats counts. On a machine without a GPU the
+same code runs with a host clock, which makes the benchmarks smoke tests there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict[str, Any]:
+    """GPU, driver, versions and commit: what a results file must name."""
+    import triton
+
+    facts: dict[str, Any] = {
+        "gpu": "none",
+        "driver": "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpus"] = torch.cuda.device_count()
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader", "-i", "0"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            facts["driver"], facts["sm_clock"], facts["memory_clock"] = (part.strip() for part in answer.stdout.strip().split(","))
+    return facts
+
+
+def _commit() -> str:
+    """The commit of the tree, with a mark when files differ from it; TKERNELS_COMMIT names it where the tree came without git."""
+    answer = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return os.environ.get("TKERNELS_COMMIT", "unknown")
+    dirty = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout
+    return answer.stdout.strip() + ("+changes" if dirty.strip() else "")
+
+
+def graph_of(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One replay of all ``calls``, captured after a warm-up of each; on a CPU just the calls."""
+    if not torch.cuda.is_available():
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _once_us(run: Callable[[], Any]) -> float:
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e6
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def interleaved_us(runs: Mapping[str, Callable[[], Any]], *, calls: int = 1, repeats: int = 20, warmup: int = 3) -> dict[str, float]:
+    """Median microseconds of a call, for each run that makes ``calls`` of them; the runs take turns, so clocks drift for all alike."""
+    for run in runs.values():
+        for _ in range(warmup):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(_once_us(run) / calls)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def wall_us(run: Callable[[], Any], *, repeats: int = 50, warmup: int = 5) -> float:
+    """Median wall-clock microseconds of a call with the device drained before and after: what a step costs its caller."""
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    for _ in range(warmup):
+        run()
+    samples = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        run()
+        sync()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(samples)
+
+
+def back_to_back_us(run: Callable[[], Any], *, steps: int = 30, repeats: int = 9, warmup: int = 3) -> float:
+    """Median over ``repeats`` of the wall-clock microseconds of a step when ``steps`` are issued without waiting in between."""
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    for _ in range(warmup):
+        run()
+    samples = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        for _ in range(steps):
+            run()
+        sync()
+        samples.append((time.perf_counter() - start) * 1e6 / steps)
+    return statistics.median(samples)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖ in fp64."""
+    wide = reference.double()
+    return float((out.double() - wide).norm() / wide.norm().clamp_min(1e-30))
+
+
+def write_results(path: str | Path, command: str, rows: Any, **extra: Any) -> None:
+    """A results file: machine, the command that made it, the rows."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"machine": machine(), "command": command, **extra, "rows": rows}, indent=1) + "\n")
