@@ -1,0 +1,385 @@
+"""The scheduler on a toy model whose answers name their owner."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.blocks import BlockManager
+from runtime.request import Request, RequestError, SamplingParams
+from runtime.scheduler import Scheduler, Step
+from tests.runtime.toy import RANGE, ToyRunner, answer
+
+
+class Rig:
+    """A scheduler, a toy runner, and the loop around them."""
+
+    def __init__(self, *, num_pages=64, page_size=4, max_num_seqs=8, max_batch_tokens=32, max_context=64, prefix_cache=True, policy=None):
+        self.blocks = BlockManager(num_pages, page_size, prefix_cache)
+        extra = {} if policy is None else {"chunk_policy": policy}
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_context=max_context, **extra
+        )
+        self.runner = ToyRunner(num_pages, page_size)
+        self.requests: list[Request] = []
+
+    def add(self, prompt: list[int] | int, max_tokens: int = 4, ignore_eos: bool = False, **more) -> Request:
+        number = len(self.requests)
+        if isinstance(prompt, int):
+            prompt = [number * RANGE + i for i in range(prompt)]
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), **more)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.scheduler.complete(step, self.runner.launch(step))
+        self.check()
+        return step
+
+    def run(self, limit: int = 10_000) -> list[Step]:
+        steps = []
+        while self.scheduler.has_work:
+            step = self.step()
+            assert step is not None
+            steps.append(step)
+            assert len(steps) < limit, "the requests do not end"
+        return steps
+
+    def check(self) -> None:
+        live = [request for request in self.requests if request.pages]
+        self.blocks.check([request.pages for request in live])
+        for request in live:
+            assert request.row >= 0
+        rows = [request.row for request in live]
+        assert len(set(rows)) == len(rows)
+
+    def check_end(self) -> None:
+        assert self.blocks.num_available == self.blocks.usable_pages
+        for request in self.requests:
+            if request.finish_reason in ("stop", "length"):
+                assert request.generated == answer(list(request.prompt_tokens), request.num_generated)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_batch_tokens", "max_context"])
+@pytest.mark.parametrize("value", [0, -1, None, True])
+def test_b160_limits_that_would_schedule_nothing_are_refused(name: str, value: object) -> None:
+    limits = {"max_num_seqs": 2, "max_batch_tokens": 8, "max_context": 16, name: value}
+    with pytest.raises(ValueError, match=f"{name}: expected a positive integer, got {value}"):
+        Scheduler(BlockManager(8, 4), **limits)
+
+
+@pytest.mark.parametrize("field", ["max_tokens"])
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_b160_sampling_limits(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_fewer_tokens_than_requests_in_a_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs: 9 is above max_batch_tokens 8"):
+        Scheduler(BlockManager(8, 4), max_num_seqs=9, max_batch_tokens=8, max_context=16)
+
+
+def test_decodes_come_first_then_prompts_in_order_of_arrival() -> None:
+    rig = Rig(max_batch_tokens=8)
+    rig.add(3)
+    rig.step()
+    rig.add(12)
+    rig.add(5)
+    step = rig.step()
+    assert step is not None
+    assert [(chunk.request.number, chunk.num_tokens) for chunk in step.chunks] == [(0, 1), (1, 7)]
+    step = rig.step()
+    assert step is not None
+    assert [(chunk.request.number, chunk.num_tokens) for chunk in step.chunks] == [(0, 1), (1, 5), (2, 2)]
+    rig.run()
+    rig.check_end()
+
+
+def test_no_step_passes_the_token_budget_or_the_request_limit() -> None:
+    rig = Rig(max_batch_tokens=6, max_num_seqs=3)
+    for length in (1, 9, 20, 6, 7, 1, 1):
+        rig.add(length, max_tokens=5)
+    for step in rig.run():
+        assert step.num_tokens <= 6 and len(step.chunks) <= 3
+    rig.check_end()
+
+
+def test_b038_the_last_chunk_of_one_token_samples_once() -> None:
+    rig = Rig(max_batch_tokens=5, max_num_seqs=4)
+    rig.add(1, max_tokens=8)
+    rig.step()
+    long = rig.add(9, max_tokens=3)  # chunks of 4, 4 and 1 beside one decode
+    seen = []
+    while long.finish_reason is None:
+        step = rig.step()
+        assert step is not None
+        seen += [(chunk.num_tokens, chunk.samples) for chunk in step.chunks if chunk.request is long]
+    assert seen == [(4, False), (4, False), (1, True), (1, True), (1, True)]
+    assert long.generated == answer(list(long.prompt_tokens), 3)
+
+
+def test_b153_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    rig = Rig(num_pages=4, page_size=4)
+    for length in (13, 16, 20):
+        with pytest.raises(RequestError, match=rf"{length} tokens and needs \d pages of 4; the cache has 3 \(cache.num_pages = 4"):
+            rig.add(length)
+    small = rig.add(12, max_tokens=1)  # all three usable pages
+    tall = rig.add(8, max_tokens=50)  # the prompt fits, the answer does not
+    rig.run()
+    rig.check_end()
+    assert small.finish_reason == "length" and small.num_generated == 1
+    assert tall.finish_reason == "length" and tall.num_generated == 5, "12 slots and one token that is never run"
+
+
+def test_b081_answers_stop_at_the_context_limit() -> None:
+    rig = Rig(page_size=4, max_context=16)
+    with pytest.raises(RequestError, match="the prompt has 17 tokens, the context holds 16"):
+        rig.add(17)
+    cases = [
+        (rig.add(15, max_tokens=50), 2),
+        (rig.add(16, max_tokens=50), 1),
+        (rig.add(16, max_tokens=1), 1),
+        (rig.add(3, max_tokens=4), 4),
+    ]
+    rig.run()
+    rig.check_end()
+    for request, count in cases:
+        assert (request.num_generated, request.finish_reason) == (count, "length")
+
+
+def test_an_empty_prompt_is_refused_and_others_go_on() -> None:
+    rig = Rig()
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        rig.add([])
+    rig.add(2)
+    rig.run()
+    rig.check_end()
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 4])
+def test_b155_preemption_loses_no_token(at: int) -> None:
+    """Two prompts of two pages in a pool of four, the second preempted when it has ``at`` tokens of its answer."""
+    rig = Rig(num_pages=5, page_size=4, max_context=16, max_batch_tokens=32)
+    first, second = rig.add(8 - at, max_tokens=4 + at), rig.add(8 - at, max_tokens=4 + at)
+    lost_at = []
+    while rig.scheduler.has_work:
+        before = second.preemptions
+        rig.step()
+        if second.preemptions > before:
+            lost_at.append(second.num_generated)
+    rig.check_end()
+    assert lost_at == [at + 1], "at + 1: the token that needs the third page has been sampled"
+    assert first.num_generated == second.num_generated == 4 + at
+
+
+def test_b080_a_preempted_request_returns_at_a_page_boundary() -> None:
+    rig = Rig(num_pages=4, page_size=4, max_context=12, prefix_cache=False)
+    first, second = rig.add(3, max_tokens=9), rig.add(4, max_tokens=8)
+    rig.run()
+    rig.check_end()
+    assert rig.scheduler.preemptions > 0 and first.preemptions == 0, "the latest arrival is preempted"
+    assert (first.num_generated, second.num_generated) == (9, 8)
+
+
+def test_the_earliest_request_is_never_preempted() -> None:
+    rig = Rig(num_pages=6, page_size=2, max_context=10)
+    for _ in range(6):
+        rig.add(2, max_tokens=8)
+    rig.run()
+    rig.check_end()
+    assert rig.requests[0].preemptions == 0 and rig.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
+def test_b146_a_prompt_in_the_cache_runs_at_least_its_last_token(length: int) -> None:
+    rig = Rig(page_size=4)
+    prompt = list(range(length))
+    first = rig.add(prompt)
+    rig.run()
+    again = rig.add(prompt)
+    step = rig.step()
+    assert step is not None
+    assert again.num_cached == (length - 1) // 4 * 4
+    assert step.chunks[0].start == again.num_cached and step.chunks[0].count == length - again.num_cached >= 1
+    rig.run()
+    assert again.generated == first.generated
+
+
+def test_b150_pages_are_found_only_after_they_were_written() -> None:
+    rig = Rig(page_size=4)
+    first = rig.add(list(range(9)))
+    step = rig.scheduler.schedule()
+    assert step is not None
+    rig.scheduler.finish(first, "abort")
+    rig.scheduler.abandon(step)  # it never ran
+    again = rig.add(list(range(9)))
+    rig.run()  # the toy runner fails if an unwritten page is read
+    assert again.num_cached == 0 and again.generated == answer(list(range(9)), 4)
+
+
+def test_a_failed_step_ends_its_requests_and_no_other() -> None:
+    rig = Rig(max_num_seqs=1)
+    failing, waiting = rig.add(4), rig.add(4)
+    step = rig.scheduler.schedule()
+    assert step is not None
+    assert rig.scheduler.abandon(step) == [failing]
+    rig.run()
+    rig.check_end()
+    assert (failing.finish_reason, waiting.finish_reason) == ("error", "length")
+    assert failing.num_registered == 0
+
+
+def test_salts_share_no_pages() -> None:
+    rig = Rig(page_size=4)
+    prompt = list(range(12))
+    rig.add(prompt, salt=b"a")
+    rig.run()
+    other, same = rig.add(prompt, salt=b"b"), rig.add(prompt, salt=b"a")
+    rig.run()
+    assert (other.num_cached, same.num_cached) == (0, 8)
+
+
+def test_stop_token_ends_the_answer() -> None:
+    rig = Rig()
+    request = rig.add(2, max_tokens=10, eos_tokens=frozenset({4}))
+    rig.run()
+    assert (request.generated, request.finish_reason) == ([2, 3, 4], "stop")
+
+
+def test_ignored_stop_token_does_not() -> None:
+    rig = Rig()
+    request = rig.add(2, max_tokens=5, ignore_eos=True, eos_tokens=frozenset({3}))
+    rig.run()
+    assert (request.generated, request.finish_reason) == ([2, 3, 4, 5, 6], "length")
+
+
+def test_b158_pages_of_an_aborted_request_wait_for_the_step_in_flight() -> None:
+    rig = Rig(num_pages=5, page_size=4)
+    first = rig.add(8, max_tokens=8)
+    step = rig.scheduler.schedule()
+    assert step is not None
+    held = list(first.pages)
+    rig.scheduler.finish(first, "abort")
+    second = rig.add(16, max_tokens=1)
+    assert rig.scheduler.schedule() is None, "four pages are needed, two are still being written"
+    assert first.pages == held
+    rig.scheduler.complete(step, rig.runner.launch(step))
+    assert first.pages == [] and first.generated == []
+    rig.run()
+    assert second.generated == answer(list(second.prompt_tokens), 1)
+
+
+def test_a_chunk_policy_decides_how_many_prompt_tokens_join() -> None:
+    asked = []
+
+    def policy(num_decodes: int, available: int) -> int:
+        asked.append((num_decodes, available))
+        return min(available, 4 - num_decodes % 4)
+
+    rig = Rig(policy=policy, max_batch_tokens=16)
+    rig.add(10, max_tokens=3)
+    rig.add(3, max_tokens=3)
+    assert [step.num_tokens for step in rig.run()][:4] == [4, 4, 4, 2]
+    assert asked[0] == (0, 13)
+    rig.check_end()
+
+
+def test_equal_inputs_give_equal_steps() -> None:
+    def trace() -> list[list[tuple[int, int, int]]]:
+        rig = Rig(num_pages=9, page_size=2, max_batch_tokens=7, max_num_seqs=4)
+        for length in (3, 11, 2, 7, 7, 1):
+            rig.add(length, max_tokens=6)
+        return [[(c.request.number, c.start, c.num_tokens) for c in step.chunks] for step in rig.run()]
+
+    assert trace() == trace()
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 14), st.integers(1, 10)),
+        st.tuples(st.just("again"), st.integers(0, 100), st.integers(1, 10)),  # an earlier prompt, perhaps with a longer tail
+        st.tuples(st.just("abort"), st.integers(0, 100), st.just(0)),
+        st.tuples(st.just("fail"), st.just(0), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 5), st.just(0)),
+        st.tuples(st.just("clear"), st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    operations=operations,
+    num_pages=st.integers(5, 14),
+    page_size=st.integers(1, 4),
+    max_num_seqs=st.integers(1, 5),
+    spare_tokens=st.integers(0, 8),
+    prefix_cache=st.booleans(),
+    depth=st.integers(1, 2),
+)
+def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
+    operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth
+) -> None:
+    """Random arrivals, repeated prompts, aborts, failures and preemptions, with one or two steps in flight."""
+    rig = Rig(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_num_seqs + spare_tokens,
+        prefix_cache=prefix_cache,
+        max_context=24,
+    )
+    flying: list[tuple[Step, list[int]]] = []
+
+    def launch() -> bool:
+        step = rig.scheduler.schedule()
+        if step is None:
+            return False
+        pending = {chunk.request.number: token for earlier, tokens in flying for chunk, token in zip(earlier.chunks, tokens, strict=True)}
+        flying.append((step, rig.runner.launch(step, pending)))
+        return True
+
+    def land() -> None:
+        step, tokens = flying.pop(0)
+        rig.scheduler.complete(step, tokens)
+        rig.check()
+
+    def advance() -> bool:
+        if len(flying) < depth and launch():
+            return True
+        if flying:
+            land()
+            return True
+        return False
+
+    def add(prompt, max_tokens: int) -> None:
+        try:
+            rig.add(prompt, max_tokens)
+        except RequestError:
+            assert rig.blocks.pages_needed(len(prompt) if isinstance(prompt, list) else prompt, 0) > rig.blocks.usable_pages
+
+    for kind, a, b in operations:
+        if kind == "add":
+            add(a, b)
+        elif kind == "again" and rig.requests:
+            add(list(rig.requests[a % len(rig.requests)].tokens[:20]), b)
+        elif kind == "abort" and rig.requests:
+            rig.scheduler.finish(rig.requests[a % len(rig.requests)], "abort")
+        elif kind == "fail" and len(flying) == 1:
+            rig.scheduler.abandon(flying.pop(0)[0])
+        elif kind == "clear":
+            rig.blocks.clear_cache()
+        elif kind == "step":
+            for _ in range(a):
+                advance()
+        rig.check()
+    for _ in range(2000):
+        if not advance():
+            break
+    assert not rig.scheduler.has_work and all(request.finish_reason is not None for request in rig.requests)
+    rig.check_end()
