@@ -205,7 +205,7 @@ def test_b146_a_prompt_in_the_cache_runs_at_least_its_last_token(length: int) ->
     step = rig.step()
     assert step is not None
     assert again.num_cached == (length - 1) // 4 * 4
-    assert step.chunks[0].start == again.num_cached and step.chunks[0].count == length - again.num_cached >= 1
+    assert step.chunks[0].start == again.num_cached and step.chunks[0].num_tokens == length - again.num_cached >= 1
     rig.run()
     assert again.generated == first.generated
 
