@@ -1,0 +1,148 @@
+"""Text in and out: the tokenizer of a checkpoint folder, its chat template, and text that grows token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+
+class TextError(ValueError):
+    """A tokenizer or chat template that is missing or cannot be used."""
+
+
+class Tokenizer:
+    """``tokenizer.json`` of a Hugging Face folder, with the chat template beside it when there is one."""
+
+    def __init__(self, fast: FastTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None) -> None:
+        self._fast, self._chat_template, self._special = fast, chat_template, special or {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Tokenizer:
+        """Read a folder. Raises TextError when tokenizer.json is missing or damaged."""
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TextError(f"{file}: missing; without it prompts must be given as token ids")
+        try:
+            fast = FastTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise TextError(f"{file}: cannot be read: {error}") from error
+        config = _json(folder / "tokenizer_config.json")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named ones
+            template = next((item.get("template") for item in template if item.get("name") == "default"), None)
+        own = folder / "chat_template.jinja"
+        if own.is_file():
+            template = own.read_text()
+        return cls(
+            fast, template, {key: _content(config[key]) for key in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(key)}
+        )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a begin-of-sequence token."""
+        return self._fast.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._fast.decode(list(tokens), skip_special_tokens=True)
+
+    @property
+    def can_chat(self) -> bool:
+        return self._chat_template is not None
+
+    def chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the answer. A string is one message of the user."""
+        if self._chat_template is None:
+            raise TextError("the checkpoint has no chat template (tokenizer_config.json or chat_template.jinja); use plain prompts")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        text = _render(self._chat_template, messages=list(messages), add_generation_prompt=True, **self._special)
+        return self.encode(text, special=False)  # the template writes its own
+
+
+class TextStream:
+    """Text of one answer while its tokens arrive; what has been given out never changes.
+
+    Held back: bytes of an unfinished character, and what may be the beginning of a stop string. The pieces together are
+    ``tokenizer.decode`` of all tokens, up to the first stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
+        self._start = self._read = 0  # tokens before _read are text already; those from _start on give the next ones their context
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token."""
+        self._tokens.append(token)
+        return self._give(self._decode(final=False), final=False)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        return self._give(self._decode(final=True), final=True)
+
+    def _decode(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._tokens[self._start : self._read])
+        after = self._tokenizer.decode(self._tokens[self._start :])
+        if len(after) <= len(before) or (after.endswith("\ufffd") and not final):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return after[len(before) :]
+
+    def _give(self, text: str, final: bool) -> str:
+        if self.stopped:
+            return ""
+        self._held += text
+        found = min((index for stop in self._stop if (index := self._held.find(stop)) >= 0), default=-1)
+        if found >= 0:
+            self.stopped = True
+            given, self._held = self._held[:found], ""
+            return given
+        keep = 0 if final else self._open_end()
+        given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return given
+
+    def _open_end(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        return max((n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise TextError(f"{file}: not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _render(template: str, **values: Any) -> str:
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:  # torch brings it along, yet does not have to
+        raise TextError("chat templates need jinja2: pip install jinja2") from error
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
+
+    # Sandboxed: a template comes with the checkpoint, from whoever wrote it.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return environment.from_string(template).render(**values)
+    except TemplateError as error:
+        raise TextError(f"the chat template failed: {error}") from error

@@ -1,0 +1,127 @@
+"""Tokenizer, chat template and growing text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from runtime.text import TextError, TextStream, Tokenizer
+
+
+def byte_tokenizer() -> FastTokenizer:
+    """One token per byte, so that every character beyond ASCII spans several tokens; 256 is a special token."""
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|end|>"])
+    return fast
+
+
+TOKENIZER = Tokenizer(byte_tokenizer())
+
+
+def pieces(tokens: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+    stream = TextStream(TOKENIZER, stop)
+    parts = []
+    for token in tokens:
+        parts.append(stream.push(token))
+        if stream.stopped:
+            return parts
+    return [*parts, stream.finish()]
+
+
+def test_a_character_is_given_out_whole() -> None:
+    tokens = TOKENIZER.encode("aé😀b")
+    assert len(tokens) == 8
+    assert pieces(tokens) == ["a", "", "é", "", "", "", "😀", "b", ""]
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    assert pieces(TOKENIZER.encode("a😀")[:-1]) == ["a", "", "", "", "\ufffd"]
+
+
+def test_special_tokens_are_not_text() -> None:
+    assert pieces([*TOKENIZER.encode("ab"), 256, *TOKENIZER.encode("c")]) == ["a", "b", "", "c", ""]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 256), max_size=30))
+def test_pieces_together_are_the_decoded_whole(tokens: list[int]) -> None:
+    assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="abé", max_size=20), st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3))
+def test_stop_strings_cut_where_they_first_end(text: str, stop: list[str]) -> None:
+    parts = pieces(TOKENIZER.encode(text), tuple(stop))
+    # The oracle looks at every prefix of whole characters, as the tokens arrive.
+    expected = text
+    for end in range(1, len(text) + 1):
+        found = [text[:end].find(word) for word in stop if word in text[:end]]
+        if found:
+            expected = text[: min(found)]
+            break
+    assert "".join(parts) == expected
+
+
+def test_a_beginning_of_a_stop_string_is_held_back_and_then_given() -> None:
+    assert pieces(TOKENIZER.encode("abx"), ("abc",)) == ["", "", "abx", ""]
+    assert pieces(TOKENIZER.encode("ab"), ("abc",)) == ["", "", "ab"]
+
+
+def write(folder: Path, **config: object) -> Path:
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def test_chat_template_from_the_tokenizer_config(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, chat_template=TEMPLATE))
+    assert tokenizer.decode(tokenizer.chat("hi")) == "[user]hi[assistant]"
+    assert (
+        tokenizer.decode(tokenizer.chat([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]))
+        == "[system]s[user]u[assistant]"
+    )
+
+
+def test_chat_template_in_its_own_file_wins(tmp_path: Path) -> None:
+    write(tmp_path, chat_template="wrong", eos_token={"content": "<|end|>"})
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ eos_token }}")
+    assert Tokenizer.open(tmp_path).chat("x") == [*TOKENIZER.encode("x"), 256]
+
+
+def test_without_a_template_chat_says_so(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path))
+    assert not tokenizer.can_chat
+    with pytest.raises(TextError, match="no chat template"):
+        tokenizer.chat("hi")
+
+
+def test_a_template_that_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(TextError, match="roles must alternate"):
+        tokenizer.chat("hi")
+
+
+def test_a_template_cannot_reach_the_interpreter(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    with pytest.raises(TextError, match="the chat template failed"):
+        tokenizer.chat("hi")
+
+
+def test_missing_and_damaged_tokenizer_files(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match=r"tokenizer.json: missing"):
+        Tokenizer.open(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TextError, match=r"tokenizer.json: cannot be read"):
+        Tokenizer.open(tmp_path)
