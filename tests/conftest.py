@@ -1,8 +1,14 @@
-"""Shared set-up. On a machine without a GPU the kernels run in Triton's interpreter, which must be chosen before they are imported."""
+"""Shared set-up. On a machine without a GPU the kernels run in Triton's interpreter, which must be chosen before they are imported.
+
+Tests under tests/runtime run whole models, so there the CPU runs each op's PyTorch reference instead; a test marked
+``interpreted`` runs the kernels there too. On a GPU machine everything runs the kernels.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
@@ -11,7 +17,23 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from tkernels._op import reference_ops
+
+_RUNTIME_TESTS = Path(__file__).parent / "runtime"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "interpreted: a test of the runtime that runs the Triton kernels in the interpreter")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Around the whole item, so that fixtures of a module or a session run the same ops as the test."""
+    if _RUNTIME_TESTS in item.path.parents and not item.get_closest_marker("interpreted"):
+        with reference_ops():
+            return (yield)
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
