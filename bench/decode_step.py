@@ -1,0 +1,160 @@
+"""One decode step of a Llama stack in each mode, against what torch gives: eager, Inductor, reduce-overhead, one hand-made graph.
+
+    python -m bench.decode_step --out bench/results/decode_step_h200.json
+
+Random weights, every sequence holds --context tokens. Correctness before timing: eager, piecewise and full must agree bit for bit
+at the same padded size, and our logits must be as near to the plain torch module's as bf16 allows. Times are wall clock per step
+with steps issued back to back (what serving sees) and device time of a replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.harness import back_to_back_us, write_results
+from bench.plain_llama import PlainLlamaStep
+from bench.shapes import LLAMA_1B, TINY
+from runtime.model import allocate_cache, random_model
+from runtime.runner import Step, graphed_step
+
+PAGE_SIZE = 16
+
+
+def our_step(model: Any, batch: int, context: int, device: str) -> tuple[Any, dict[str, Any]]:
+    """(Step module, its arguments for ``batch`` rows of ``context`` tokens on permuted pages)."""
+    pages_each = -(-context // PAGE_SIZE)
+    caches = allocate_cache(model.spec, batch * pages_each + 1, PAGE_SIZE, model.spec.dtype, device)
+    for k_cache, v_cache in caches:
+        k_cache.normal_()
+        v_cache.normal_()
+    model.bind_cache(caches)
+    table = torch.randperm(batch * pages_each, device=device).to(torch.int32).view(batch, pages_each) + 1
+    last = context - 1
+    arguments = {
+        "input_ids": torch.randint(0, model.spec.vocab, (batch,), device=device),
+        "positions": torch.full((batch,), last, device=device),
+        "slot_mapping": table[:, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE,
+        "block_table": table,
+        "seq_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device),
+        "logits_rows": torch.arange(batch, device=device),
+        "temperature": torch.zeros(batch, device=device),
+        "top_k": torch.zeros(batch, dtype=torch.int32, device=device),
+        "top_p": torch.ones(batch, device=device),
+        "seeds": torch.zeros(batch, dtype=torch.int64, device=device),
+        "steps": torch.zeros(batch, dtype=torch.int64, device=device),
+        "max_query_len": 1,
+    }
+    return Step(model), arguments
+
+
+def our_runs(model: Any, batch: int, context: int, device: str, backend: str) -> dict[str, Callable[[], torch.Tensor]]:
+    runs = {}
+    step, arguments = our_step(model, batch, context, device)
+    for mode in ("eager", "piecewise", "full"):
+        config = {
+            "graph": {"mode": mode, "capture_sizes": [batch], "max_tokens": batch},
+            "scheduler": {"max_num_seqs": batch, "max_batch_tokens": max(batch, 8)},
+            "compile": {"backend": backend},
+        }
+        graphed = graphed_step(step, config)
+        graphed.warmup(**arguments)
+        runs[f"ours {mode} ({backend})"] = lambda graphed=graphed: graphed(**arguments)
+    return runs
+
+
+def peer_runs(model: Any, batch: int, context: int, device: str, which: list[str]) -> dict[str, Callable[[], torch.Tensor]]:
+    ids = torch.randint(0, model.spec.vocab, (batch,), device=device)
+    positions = torch.full((batch,), context - 1, device=device)
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    for name in which:
+        plain = PlainLlamaStep(model, batch, context)
+        if name == "torch eager":
+            runs[name] = lambda plain=plain: plain(ids, positions)
+            continue
+        torch._dynamo.reset()
+        compiled = torch.compile(plain, fullgraph=True, mode="reduce-overhead" if name == "reduce-overhead" else None)
+        for _ in range(3):
+            compiled(ids, positions)
+        if name != "Inductor in one graph" or device == "cpu":
+            runs[name] = lambda compiled=compiled: compiled(ids, positions)
+            continue
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = compiled(ids, positions)
+        runs[name] = lambda graph=graph, out=out: (graph.replay(), out)[1]
+    return runs
+
+
+def check_modes(runs: dict[str, Callable[[], torch.Tensor]]) -> None:
+    outs = {name: run().clone() for name, run in runs.items()}
+    first = next(iter(outs))
+    for name, out in outs.items():
+        if not torch.equal(out, outs[first]):
+            raise SystemExit(f"{name} and {first} differ: not timing a wrong answer")
+
+
+def check_logits(model: Any, batch: int, context: int, device: str) -> float:
+    """Largest difference of our logits from the plain module's on the same cache, over the plain module's largest logit."""
+    _, arguments = our_step(model, batch, context, device)
+    plain = PlainLlamaStep(model, batch, context)
+    for layer, block in enumerate(model.layers):
+        for mine, theirs in ((block.attention.k_cache, plain.k_caches[layer]), (block.attention.v_cache, plain.v_caches[layer])):
+            gathered = mine[arguments["block_table"].long()].flatten(1, 2)[:, :context]  # [batch, context, kv_heads, head_dim]
+            theirs.copy_(gathered.transpose(1, 2))
+    names = ("input_ids", "positions", "slot_mapping", "block_table", "seq_lens", "cu_seqlens_q", "logits_rows", "max_query_len")
+    ours = model(**{name: arguments[name] for name in names}).float()
+    theirs = plain.logits(arguments["input_ids"], arguments["positions"]).float()
+    error = float((ours - theirs).norm() / theirs.norm())
+    if not error < 3e-2:
+        raise SystemExit(f"relative error of the logits is {error}: not timing a wrong answer")
+    return error
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script without a GPU")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
+    parser.add_argument("--peers", nargs="*", default=["torch eager", "reduce-overhead", "Inductor in one graph"])
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = TINY if options.small else LLAMA_1B
+    model = random_model(shape, seed=0, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    rows = []
+    for batch in options.batches:
+        error = check_logits(model, batch, options.context, device)
+        peers = peer_runs(model, batch, options.context, device, options.peers)
+        ours: dict[str, Callable[[], torch.Tensor]] = {}
+        for backend in options.backends:
+            runs = our_runs(model, batch, options.context, device, backend)
+            check_modes(runs)
+            ours |= runs
+        times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
+        for _ in range(options.repeats):  # interleaved: clocks drift for all alike
+            for name, run in {**ours, **peers}.items():
+                times[name].append(back_to_back_us(run, repeats=1))
+        for name, samples in times.items():
+            median = sorted(samples)[len(samples) // 2]
+            rows.append({"batch": batch, "context": options.context, "name": name, "us": median, "logit_error": error})
+            print(f"batch {batch:4} {name:32} {median:9.1f} us", flush=True)
+        del ours, peers
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    if options.out:
+        write_results(options.out, "python -m bench.decode_step", rows, shape="Llama-1B", page_size=PAGE_SIZE)
+
+
+if __name__ == "__main__":
+    main()

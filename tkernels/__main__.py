@@ -1,0 +1,69 @@
+"""``python -m tkernels info`` and ``python -m tkernels tune``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tkernels import tune as tuning
+from tkernels._target import target_of
+from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
+
+
+def info() -> None:
+    """Print the device, the versions, the ops and which tables apply."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = target_of(device)
+    version = f"{triton.__version__}{' (interpreted)' if INTERPRETED else ''}" if HAVE_TRITON else "not installed"
+    print(f"device  {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'} ({target.arch}, {target.num_sms} multiprocessors)")
+    print(f"torch   {torch.__version__}")
+    print(f"triton  {version}")
+    runs = (
+        "Triton kernels" if device.type == "cuda" or INTERPRETED else "PyTorch references (set TRITON_INTERPRET=1 to interpret the kernels)"
+    )
+    print(f"ops run {runs}")
+    folder = Path(__file__).parent / "tables"
+    for path in sorted(folder.glob("*.json")):
+        applies = path.stem.endswith(target.arch)
+        print(
+            f"table   {path.name}: {len(json.loads(path.read_text())['entries'])} entries, {'applies' if applies else 'for another device'}"
+        )
+    if not any(path.stem.endswith(target.arch) for path in folder.glob("*.json")):
+        print(f"table   none for {target.arch}: cuBLAS and heuristics are used; `python -m tkernels tune` makes one")
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, _, k = text.lower().partition("x")
+    if not (n.isdigit() and k.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected OUTxIN such as 3072x2048, got {text!r}")
+    return int(n), int(k)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tkernels", description="Facts about this device, and tables for it.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="device, versions, which tables apply")
+    tune = commands.add_parser("tune", help="measure the few-row linear layers and write the table of this device")
+    tune.add_argument(
+        "--shapes", type=_shape, nargs="+", metavar="OUTxIN", help="projections to measure; the default is a list of common models'"
+    )
+    tune.add_argument("--out", type=Path, help="where to write the table; the default is the package's own folder")
+    options = parser.parse_args()
+    if options.command == "info":
+        info()
+        return 0
+    shapes = options.shapes or [shape for shapes in tuning.SHAPES.values() for shape in shapes]
+    try:
+        print(tuning.tune(shapes, out=options.out))
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
