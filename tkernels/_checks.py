@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
+
+_MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit in kernels (offsets are not), with room for the last tile
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -62,6 +66,8 @@ def rows_of(name: str, x: torch.Tensor) -> Rows:
         else:
             folded.append((size, stride))
     count = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    if count > _MAX_ROWS:
+        raise ValueError(f"{name}: expected at most {_MAX_ROWS} rows, got shape {list(x.shape)}; call it in parts")
     if len(folded) == 0:
         return Rows(count, 1, 0, 0)
     if len(folded) == 1:
@@ -69,3 +75,13 @@ def rows_of(name: str, x: torch.Tensor) -> Rows:
     if len(folded) == 2:
         return Rows(count, max(folded[1][0], 1), folded[0][1], folded[1][1])
     raise ValueError(f"{name}: strides {list(x.stride())} of shape {list(x.shape)} do not fold into rows; call .contiguous() first")
+
+
+def checked(check: Callable[..., None], reference: Callable[..., _T]) -> Callable[..., _T]:
+    """``reference`` after ``check`` on the same arguments, so that the CPU refuses what the kernel refuses, in the same words."""
+
+    def run(*args: Any, **kwargs: Any) -> _T:
+        check(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    return run

@@ -1,0 +1,164 @@
+"""Gated activations: ``y = act(gate) · up``, from one tensor [gate | up] or from two.
+
+    silu(g) = g / (1 + exp(−g))
+    gelu(g) = g · (1 + erf(g / √2)) / 2, or with approximate="tanh" g / (1 + exp(−2 · √(2/π) · (g + 0.044715 · g³)))
+
+The tanh form is written as a sigmoid, ``(1 + tanh u) / 2 = 1 / (1 + exp(−2u))``, which does not cancel for negative g.
+All arithmetic is in fp32 and rounded once, at the store.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels import _checks
+from tkernels._op import define
+from tkernels._triton import cast, tl, triton
+
+_SILU, _GELU, _GELU_TANH = "silu", "gelu", "gelu_tanh"
+_APPROXIMATE = {"none": _GELU, "tanh": _GELU_TANH}
+_TILE = 2048  # elements of one program: 16 a thread, in 16-byte accesses, at 4 warps
+
+
+def _act_ref(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    if act == _SILU:
+        y = torch.nn.functional.silu(wide)
+    else:
+        y = torch.nn.functional.gelu(wide, approximate="tanh" if act == _GELU_TANH else "none")
+    return (y * up.to(wide.dtype)).to(gate.dtype).contiguous()
+
+
+def silu_and_mul_ref(x: torch.Tensor) -> torch.Tensor:
+    """The oracle of ``silu_and_mul``."""
+    return _act_ref(*x.chunk(2, -1), _SILU)
+
+
+def gelu_and_mul_ref(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """The oracle of ``gelu_and_mul``."""
+    return _act_ref(*x.chunk(2, -1), _APPROXIMATE[approximate])
+
+
+def silu_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The oracle of ``silu_mul``."""
+    return _act_ref(gate, up, _SILU)
+
+
+@triton.jit
+def activate(gate, ACT: tl.constexpr):
+    """act(gate) in fp32."""
+    if ACT == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACT == "gelu_tanh":
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_inner, stride_go, stride_gi, up_inner, stride_uo, stride_ui, up_offset, num_rows, width,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows × BLOCK_N columns; column tiles of one row are neighbours, so that reads run through memory in order."""
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    rows = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (offs < width)
+    # 64-bit: rows * stride passes 2**31 on large prompts
+    gate_rows = (rows // gate_inner).to(tl.int64) * stride_go + (rows % gate_inner).to(tl.int64) * stride_gi
+    up_rows = (rows // up_inner).to(tl.int64) * stride_uo + (rows % up_inner).to(tl.int64) * stride_ui + up_offset
+    gate = tl.load(gate_ptr + gate_rows + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + up_rows + offs, mask=mask, other=0.0).to(tl.float32)
+    y = cast(activate(gate, ACT) * up, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + rows.to(tl.int64) * width + offs, y, mask=mask)
+
+
+def _launch(gate: torch.Tensor, up: torch.Tensor, width: int, up_offset: int, act: str) -> torch.Tensor:
+    """gate and up: [..., ≥ width] seen as rows; up's columns start at up_offset."""
+    gate_rows, up_rows = _checks.rows_of("gate" if up is not gate else "x", gate), _checks.rows_of("up" if up is not gate else "x", up)
+    y = torch.empty((*gate.shape[:-1], width), dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        block_n = min(_TILE, triton.next_power_of_2(width))
+        block_m = _TILE // block_n if gate_rows.count > 1 else 1
+        _gated_kernel[(triton.cdiv(gate_rows.count, block_m) * triton.cdiv(width, block_n),)](
+            gate, up, y, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
+            up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width,
+            ACT=act, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def _check_packed(x: torch.Tensor, approximate: str = "tanh") -> None:
+    _checks.check_float("x", x)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x: expected [..., 2 · width] (gate, then up), got {list(x.shape)}")
+    if approximate not in _APPROXIMATE:
+        raise ValueError(f'approximate: expected "tanh" or "none", got {approximate!r}')
+
+
+def _check_pair(gate: torch.Tensor, up: torch.Tensor) -> None:
+    _checks.check_float("gate", gate)
+    if gate.dim() == 0:
+        raise ValueError("gate: expected at least one dimension, got a scalar")
+    _checks.check_shape("up", up, tuple(gate.shape), "like gate")
+    _checks.check_dtype("up", up, gate.dtype, "like gate")
+    _checks.check_device("up", up, gate, "gate")
+
+
+def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    _check_packed(x)
+    return _launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _SILU)
+
+
+def _gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    _check_packed(x, approximate)
+    return _launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _APPROXIMATE[approximate])
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    _check_pair(gate, up)
+    return _launch(gate, up, gate.shape[-1], 0, _SILU)
+
+
+def _fake_packed(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+
+
+_silu_and_mul_op = define(
+    "silu_and_mul(Tensor x) -> Tensor",
+    kernel=_silu_and_mul,
+    reference=_checks.checked(_check_packed, silu_and_mul_ref),
+    fake=_fake_packed,
+)
+_gelu_and_mul_op = define(
+    'gelu_and_mul(Tensor x, str approximate="tanh") -> Tensor',
+    kernel=_gelu_and_mul,
+    reference=_checks.checked(_check_packed, gelu_and_mul_ref),
+    fake=_fake_packed,
+)
+_silu_mul_op = define(
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    kernel=_silu_mul,
+    reference=_checks.checked(_check_pair, silu_mul_ref),
+    fake=lambda gate, up: torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """y = silu(gate) · up with x = [gate | up].
+
+    x: [..., 2 · width] fp16, bf16 or fp32, last stride 1; leading dimensions by strides (at most two that do not fold).
+    Returns [..., width] like x, contiguous. Raises ValueError or TypeError naming the argument that is wrong.
+    """
+    return _silu_and_mul_op(x)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """y = gelu(gate) · up with x = [gate | up]; approximate: "tanh" or "none" as in torch. Shapes as in silu_and_mul."""
+    return _gelu_and_mul_op(x, approximate)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """y = silu(gate) · up from two tensors of one shape and dtype, each by its own strides, last stride 1. Returns it contiguous."""
+    return _silu_mul_op(gate, up)
