@@ -76,6 +76,7 @@ class SchedulerConfig(_Section):
     policy: Literal["cost", "static"] = Field("cost", description="cost: steps are composed by the measured cost table; static: fixed budget")
     max_num_seqs: PositiveInt = Field(256, description="requests running at once")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens in one step")
+    max_context: int = Field(0, ge=0, description="tokens of one request, prompt and answer; 0: as many as the model takes")
     ttft_ms: float = Field(0, ge=0, description="target for the time to the first token, 0: none")
     itl_ms: float = Field(0, ge=0, description="target for the time between tokens, 0: none")
     overlap: bool = Field(True, description="prepare step n+1 while the device runs n")
