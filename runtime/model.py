@@ -123,9 +123,10 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
 def random_model(
     config: Mapping[str, Any] | ModelSpec, seed: int = 0, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
 ) -> CausalLM:
-    """A model of ``config`` (Hugging Face keys) with seeded random weights: norms about 1, all else normal with deviation 0.02.
+    """A model of ``config`` (Hugging Face keys) with seeded random weights, scaled so that signals keep their size.
 
-    Drawn in fp32 on the device and rounded, so one seed gives the same weights in every dtype on one kind of device.
+    Matrices are normal with deviation inputs^-½, norms about 1, biases about 0, both with deviation 0.1. Drawn in fp32 on the
+    device and rounded, so one seed gives the same weights in every dtype on one kind of device.
     ``model.hf_state_dict()`` gives them to transformers.
     """
     where = resolve_device(device)
@@ -135,7 +136,10 @@ def random_model(
     generator = torch.Generator(where).manual_seed(seed)
     for name, view in model.hf_state_dict().items():
         noise = torch.randn(view.shape, dtype=torch.float32, device=where, generator=generator)
-        view.copy_(1 + 0.1 * noise if "norm" in name else 0.02 * noise)
+        if view.dim() == 1:
+            view.copy_(1 + 0.1 * noise if "norm" in name else 0.1 * noise)
+        else:
+            view.copy_(noise * view.shape[1] ** -0.5)
     return model
 
 
