@@ -1,0 +1,362 @@
+"""Capture of one step as a list of segments, ``[graph | eager call]``, and their replay.
+
+``capture_step`` runs a callable once on fixed inputs. As one full graph, or piecewise: a dispatch mode meets each splitting op,
+ends the graph, runs the op, and begins the next graph. This reaches any capturable module and the stitched callable of
+runtime/backend.py alike (its compiled pieces arrive through ``graph.launch``).
+
+While it captures it observes who made every tensor that crosses a segment, which is the table of owners: caller (the arena),
+piece N, splitting op, persistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from runtime.emulator import EmulatedPool
+from runtime.graph import CaptureError, CudaPool, Graph, Pool, launching_into
+
+Owner = Literal["caller", "piece", "splitting op", "persistent", "held"]
+
+
+def make_pool(device: torch.device) -> Pool:
+    """The graph memory of a device: real on CUDA, emulated on the CPU."""
+    return CudaPool(device) if device.type == "cuda" else EmulatedPool(device)
+
+
+@dataclass(frozen=True)
+class Address:
+    """One input of one segment: a row of the contract.
+
+    owner: caller (arena), piece (an earlier piece of this step), splitting op (written by it into memory of the piece before),
+    persistent (a parameter or buffer), held (any other tensor that existed before; the step keeps it alive).
+    """
+
+    segment: int
+    kind: str
+    input: str
+    owner: Owner
+    producer: str
+    address: int
+    verified: bool = False
+
+
+@dataclass
+class EagerCall:
+    """A splitting op that runs between two graphs, with its arguments at fixed addresses."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    copies: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (output index, the buffer the next piece reads)
+
+    def runner(self) -> Callable[[], None]:
+        op, args, kwargs, copies = self.op, self.args, self.kwargs, self.copies
+        if copies:
+
+            def run() -> None:
+                outputs = _tensors(op(*args, **kwargs))
+                for index, target in copies:
+                    target.copy_(outputs[index])
+
+            return run
+        if kwargs:
+            return lambda: op(*args, **kwargs)
+        return lambda: op(*args)
+
+
+@dataclass
+class CapturedStep:
+    """A captured step. ``replay()`` runs it; ``output`` then holds the results, at addresses that never change."""
+
+    segments: list[Graph | EagerCall]
+    output: Any
+    addresses: list[Address]
+    nbytes: int
+    mutated: frozenset[str]
+    """Inputs of the arena that the step writes into, as far as its ops declare."""
+    persistent: dict[str, torch.Tensor]
+    """Every tensor of the step that existed before, by name; kept alive so that no graph reads freed memory."""
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The persistent ones that the step writes into, as far as its ops declare."""
+    replay: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        runs = [s.runner() if isinstance(s, EagerCall) else s.replay for s in self.segments if isinstance(s, EagerCall) or not s.empty]
+        if len(runs) == 1:
+            self.replay = runs[0]
+        else:
+
+            def replay() -> None:
+                for run in runs:
+                    run()
+
+            self.replay = replay
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return [s for s in self.segments if not isinstance(s, EagerCall)]
+
+    def reset(self) -> None:
+        for graph in self.graphs:
+            graph.reset()
+
+    def verified(self) -> None:
+        self.addresses = [replace(a, verified=True) for a in self.addresses]
+
+
+def capture_step(
+    pool: Pool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    splitting: frozenset[Any] = frozenset(),
+    fresh: Literal["refuse", "copy"] = "refuse",
+    callers: Mapping[str, torch.Tensor] | None = None,
+    persistent: Mapping[str, torch.Tensor] | None = None,
+) -> CapturedStep:
+    """Capture ``fn(*args, **kwargs)`` inside ``pool.session()``. The callable must have run once on the same stream before.
+
+    splitting: op overloads that end a graph and run between two of them; empty: one full graph.
+    fresh: what to do with a splitting op that returns new tensors.
+    callers: tensors whose memory the caller refills before each replay (the arena's views), by name.
+    persistent: parameters and buffers, by name.
+    Raises CaptureError; whatever else the callable dies of is raised as it is. Afterwards the pool is usable in either case.
+    """
+    capture = _Capture(pool, splitting, fresh, callers or {}, persistent or {})
+    try:
+        capture.begin()
+        with launching_into(capture), _Cutter(capture):
+            output = fn(*args, **kwargs)
+        capture.end()
+    except BaseException:
+        capture.abort()
+        raise
+    return capture.finish(output)
+
+
+@dataclass
+class _Origin:
+    owner: Owner
+    producer: str
+    segment: int  # -1: existed before the step
+
+
+class _Capture:
+    """The state of one capture: segments so far and where each tensor's memory came from, by its storage's address."""
+
+    def __init__(
+        self, pool: Pool, splitting: frozenset[Any], fresh: str, callers: Mapping[str, torch.Tensor], persistent: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.pool, self.splitting, self.fresh = pool, splitting, fresh
+        self.segments: list[Graph | EagerCall] = []
+        self.graph: Graph | None = None
+        self.addresses: dict[tuple[int, int], Address] = {}
+        self.persistent: dict[str, torch.Tensor] = {}
+        self.mutated: set[str] = set()
+        self.written: dict[str, torch.Tensor] = {}
+        self.copied_bytes = 0
+        self.launched = 0
+        self.origins: dict[int, _Origin] = {}
+        self.known = dict(persistent)
+        for name, tensor in persistent.items():
+            self.origins.setdefault(_base(tensor), _Origin("persistent", name, -1))
+        # the arena's inputs share one storage, so they are told apart by their own addresses
+        self.callers = {tensor.data_ptr(): name for name, tensor in callers.items() if tensor.numel()}
+        self.caller_bases = {_base(tensor) for tensor in callers.values()}
+        self.caller_starts = sorted(self.callers)
+
+    # -- segments -------------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        graph = self.pool.graph()
+        graph.capture_begin()
+        self.graph = graph
+
+    def end(self) -> None:
+        graph = self.graph
+        assert graph is not None
+        graph.capture_end()
+        self.graph = None
+        self.segments.append(graph)
+
+    def abort(self) -> None:
+        if self.graph is not None:
+            with suppress(Exception):  # the error on its way up is the one to show
+                self.graph.abort()
+            self.graph = None
+        for segment in self.segments:
+            if not isinstance(segment, EagerCall):
+                segment.reset()
+        self.segments.clear()
+
+    def split(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A splitting op: end the graph, run the op on real data, begin the next graph."""
+        if self.graph is None:
+            return op(*args, **kwargs)
+        self.end()
+        with _disable_current_modes():
+            self.observe(str(op), op, args, kwargs, None, kind="split")
+        output = op(*args, **kwargs)
+        inputs = {_base(t) for t in _tensors((args, kwargs))}
+        new = [(i, t) for i, t in enumerate(_tensors(output)) if _base(t) not in inputs and t.numel()]
+        if new and self.fresh == "refuse":
+            raise CaptureError(
+                f"splitting op {op}: it returns new tensors, which land at another address in each step, while the next piece reads "
+                "the address of today. Let it write into an out argument that the piece before allocates, or set "
+                'graph.fresh_split_outputs = "copy"'
+            )
+        # The first result itself becomes the buffer that the next piece reads; later results are copied into it.
+        pinned_args, pinned_kwargs = tree_map_only(torch.Tensor, self._hold, (args, kwargs))
+        call = EagerCall(op, pinned_args, pinned_kwargs, [(i, t.detach()) for i, t in new])
+        self.copied_bytes += sum(t.untyped_storage().nbytes() for _, t in new)
+        segment = len(self.segments)
+        self.segments.append(call)
+        for _, t in new:
+            self.origins[_base(t)] = _Origin("splitting op", f"{op} (copied)", segment)
+        for t in _written(op, args, kwargs):
+            self._wrote(t)
+            origin = self.origins.get(_base(t))
+            if origin and origin.owner in ("piece", "splitting op"):
+                made = origin.producer.split("; ")[-1]
+                self.origins[_base(t)] = _Origin("splitting op", f"{op}; {made}", segment)
+        self.begin()
+        return output
+
+    def _hold(self, t: torch.Tensor) -> torch.Tensor:
+        """The argument for later calls. Memory that a piece made stays in the pool, so it need not be kept allocated."""
+        origin = self.origins.get(_base(t))
+        made_here = origin is not None and origin.segment >= 0 and "(copied)" not in origin.producer
+        return self.pool.weak(t) if made_here and self.pool.owns(t) else t.detach()
+
+    def launch(self, piece: Callable[..., Any], *args: Any) -> Any:
+        """A compiled piece (see ``graph.launch``)."""
+        name = getattr(piece, "name", None) or f"compiled piece {self.launched}"
+        self.launched += 1
+        graph = self.graph
+        output = graph.launch(piece, *args) if graph is not None else piece(*args)
+        with _disable_current_modes():
+            self.observe(name, None, args, {}, output)
+        return output
+
+    # -- owners ---------------------------------------------------------------------------------------------------------------
+
+    def observe(self, name: str, op: Any, args: Any, kwargs: Any, output: Any, kind: str = "graph") -> None:
+        segment = len(self.segments)
+        for path, t in _named_tensors(op, args, kwargs):
+            if not t.numel():
+                continue
+            origin = self._origin(t)
+            if origin.segment != segment:
+                key = (segment, t.data_ptr() if origin.owner == "caller" else _base(t))
+                if key not in self.addresses or kind == "split":
+                    label = path if kind == "split" else f"{name.removeprefix('aten.')} {path}"
+                    key = key if kind == "graph" else (segment, len(self.addresses))
+                    self.addresses[key] = Address(segment, name if kind == "split" else kind, label, origin.owner, origin.producer, t.data_ptr())
+        if kind == "split":
+            return
+        for t in _written(op, args, kwargs):
+            self._wrote(t)
+        inputs = {_base(t) for t in _tensors((args, kwargs))}
+        for t in _tensors(output):
+            if _base(t) not in inputs and t.numel():
+                self.origins[_base(t)] = _Origin("piece", f"piece {segment}, {name}", segment)
+
+    def _origin(self, t: torch.Tensor) -> _Origin:
+        base = _base(t)
+        if base in self.caller_bases:
+            return _Origin("caller", self._caller(t), -1)
+        origin = self.origins.get(base)
+        if origin is None and self.pool.owns(t):
+            # made by compiled code, which allocates without passing the dispatcher
+            segment = len(self.segments) - (self.graph is None)
+            origin = self.origins[base] = _Origin("piece", f"piece {segment}, compiled code", segment)
+        if origin is None:
+            name = f"tensor {list(t.shape)} {str(t.dtype).removeprefix('torch.')} #{len(self.persistent)}"
+            origin = self.origins[base] = _Origin("held", name, -1)
+            self.known[name] = t
+        if origin.segment == -1:
+            # detached: this memory stays alive whatever is later bound to the name
+            self.persistent.setdefault(origin.producer, self.known.get(origin.producer, t).detach())
+        return origin
+
+    def _caller(self, t: torch.Tensor) -> str:
+        starts = [start for start in self.caller_starts if start <= t.data_ptr()]
+        return self.callers[starts[-1]] if starts else "arena"
+
+    def _wrote(self, t: torch.Tensor) -> None:
+        origin = self._origin(t)
+        if origin.owner == "caller":
+            self.mutated.add(origin.producer)
+        elif origin.segment == -1:
+            self.written[origin.producer] = self.persistent[origin.producer]
+
+    def finish(self, output: Any) -> CapturedStep:
+        nbytes = sum(s.nbytes for s in self.segments if not isinstance(s, EagerCall)) + self.copied_bytes
+        return CapturedStep(
+            self.segments, output, list(self.addresses.values()), nbytes, frozenset(self.mutated), self.persistent, self.written
+        )
+
+
+class _Cutter(TorchDispatchMode):
+    """Hands splitting ops to the capture and lets it observe all others."""
+
+    def __init__(self, capture: _Capture) -> None:
+        super().__init__()
+        self.capture = capture
+        self.inside_piece = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.capture.splitting:
+            return self.capture.split(func, args, kwargs)
+        output = func(*args, **kwargs)
+        with _disable_current_modes():
+            self.capture.observe(str(func), func, args, kwargs, output)
+        return output
+
+
+def _base(t: torch.Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [t for item in tree for t in _tensors(item)]
+
+
+def _named_tensors(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensor arguments with the names of the op's schema."""
+    names = [a.name for a in op._schema.arguments] if op is not None else []
+    for i, value in enumerate(args):
+        name = names[i] if i < len(names) else f"input {i}"
+        tensors = _tensors(value)
+        for j, t in enumerate(tensors):
+            yield (name if len(tensors) == 1 else f"{name}[{j}]"), t
+    for name, value in kwargs.items():
+        for t in _tensors(value):
+            yield name, t
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Arguments that the op's schema declares as written."""
+    if op is None or not op._schema.is_mutable:
+        return []
+    out: list[torch.Tensor] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            out += _tensors(value)
+    return out

@@ -1,0 +1,193 @@
+"""Which captured step, if any, runs a batch: the cheapest legal candidate by measured cost, padding included.
+
+A candidate is a captured (mode, size), or eager at the batch's own size. Legal means: captured for the same key (the host values
+that a graph has frozen), and every named size fits. A key that was never captured runs eager and is counted. Pure Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.measure import CostTable
+
+MODES = ("full", "piecewise", "eager")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    mode: str
+    size: int
+    ms: float | None
+    reason: str
+    """Why it was not picked."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """mode and size of the step, the padding rows in it, its predicted cost (None: not measured), and what else there was."""
+
+    mode: str
+    size: int
+    padding: int
+    ms: float | None
+    reason: str
+    alternatives: tuple[Alternative, ...] = ()
+
+    def __str__(self) -> str:
+        cost = "not measured" if self.ms is None else f"{self.ms:.3f} ms"
+        lines = [f"{self.mode} at size {self.size}, {self.padding} padding rows, {cost}: {self.reason}"]
+        for a in self.alternatives:
+            lines.append(f"  not {a.mode} at {a.size}{'' if a.ms is None else f' ({a.ms:.3f} ms)'}: {a.reason}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Candidates:
+    """What is captured for one key. graphs[(mode, size)]: the padded value of every named size; exact: no padding allowed."""
+
+    graphs: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
+    dropped: dict[tuple[str, int], str] = field(default_factory=dict)
+    exact: bool = False
+
+
+class Dispatcher:
+    """table: measured costs. mode: "auto", or the one mode to use. token: the named size that is the step's size."""
+
+    def __init__(self, table: CostTable, *, mode: str = "auto", token: str = "tokens") -> None:
+        self.table, self.mode, self.token = table, mode, token
+        self.keys: dict[str, Candidates] = {}
+        self.steps: Counter[tuple[str, int]] = Counter()
+        self.padding: Counter[tuple[str, int]] = Counter()
+        self.step_sizes: Counter[int] = Counter()
+        self.unknown_keys: Counter[str] = Counter()
+        self.eager_reasons: Counter[str] = Counter()
+        self._picks: dict[tuple[str, int], Decision] = {}
+
+    def changed(self) -> None:
+        """Candidates or costs have changed: forget the decisions made so far."""
+        self._picks.clear()
+
+    def dispatch(self, key: str, sizes: Mapping[str, int], illegal: str = "") -> Decision:
+        """Decide and count. illegal: why no graph may serve this call, if there is a reason outside sizes and key."""
+        n = sizes[self.token]
+        pick = self._picks.get((key, n))
+        if pick is None:
+            pick = self._picks[key, n] = self.decide(key, {self.token: n}, brief=True)
+        if illegal or (pick.mode != "eager" and not _fits(sizes, self.keys[key].graphs[pick.mode, pick.size])):
+            pick = self.decide(key, sizes, illegal, brief=True)
+        at = pick.mode, pick.size
+        self.steps[at] += 1
+        self.padding[at] += pick.padding
+        self.step_sizes[n] += 1
+        if pick.mode == "eager":
+            self.eager_reasons[pick.reason] += 1
+            if key not in self.keys:
+                self.unknown_keys[key] += 1
+        return pick
+
+    def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False) -> Decision:
+        """The decision with its reasons, uncounted. brief: without the alternatives."""
+        n = sizes[self.token]
+        candidates = self.keys.get(key)
+        eager_ms = self.eager_ms(key, n)
+
+        def eager(reason: str, others: list[Alternative]) -> Decision:
+            return Decision("eager", n, 0, eager_ms, reason, tuple(others))
+
+        if illegal:
+            return eager(illegal, [])
+        if self.mode == "eager":
+            return eager('graph.mode = "eager"', [])
+        if candidates is None:
+            return eager(f"nothing was captured for the host values {key}", [])
+        if n == 0:
+            return eager("an empty step", [])
+        legal: list[tuple[float, str, int]] = []
+        others: list[Alternative] = []
+        for (mode, size), padded in sorted(candidates.graphs.items(), key=lambda item: (item[0][1], MODES.index(item[0][0]))):
+            ms = self.table.ms.get((key, mode, size))
+            why = ""
+            if self.mode not in ("auto", mode):
+                why = f'graph.mode = "{self.mode}"'
+            elif not _fits(sizes, padded):
+                if brief:
+                    continue
+                short = next(name for name, value in sizes.items() if value > padded[name])
+                why = f"too small: {sizes[short]} {short}, it holds {padded[short]}"
+            elif candidates.exact and size != n:
+                why = "this module's rows are not independent: padding would change the result"
+            if why:
+                others.append(Alternative(mode, size, ms, why))
+            else:
+                legal.append((_order(ms, mode, size), mode, size))  # type: ignore[arg-type]
+        for (mode, size), why in candidates.dropped.items():
+            others.append(Alternative(mode, size, None, f"not captured: {why}"))
+        if not legal:
+            largest = max((size for _, size in candidates.graphs), default=0)
+            return eager(f"no captured size holds {n} {self.token} (largest: {largest})" if not candidates.exact else f"no graph of exactly {n}", others)
+        legal.sort()
+        _, mode, size = legal[0]
+        ms = self.table.ms.get((key, mode, size))
+        if self.mode == "auto" and ms is not None and eager_ms is not None and eager_ms <= ms:
+            others += [Alternative(m, s, self.table.ms.get((key, m, s)), "slower than eager") for _, m, s in legal]
+            return eager("cheaper than every graph that fits", others if not brief else [])
+        if not brief:
+            others = [Alternative(m, s, self.table.ms.get((key, m, s)), "not the cheapest") for _, m, s in legal[1:]] + others
+            if eager_ms is not None:
+                others.insert(0, Alternative("eager", n, eager_ms, "slower" if self.mode == "auto" else f'graph.mode = "{self.mode}"'))
+        reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
+        return Decision(mode, size, size - n, ms, reason, () if brief else tuple(others))
+
+    def eager_ms(self, key: str, n: int) -> float | None:
+        """Eager cost at n, straight between the measured sizes."""
+        measured = self.table.at(key, "eager")
+        if not measured:
+            return None
+        xs = list(measured)
+        i = bisect_left(xs, n)
+        if i == 0 or i == len(xs):
+            return measured[xs[min(i, len(xs) - 1)]]
+        low, high = xs[i - 1], xs[i]
+        return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start or ``reset_stats``: steps and padding rows by mode and size, and why steps ran eager."""
+        return {
+            "steps": {mode: {s: c for (m, s), c in sorted(self.steps.items()) if m == mode} for mode in MODES},
+            "padding_rows": sum(self.padding.values()),
+            "rows": sum(n * c for n, c in self.step_sizes.items()) + sum(self.padding.values()),
+            "step_sizes": dict(sorted(self.step_sizes.items())),
+            "unknown_keys": dict(self.unknown_keys),
+            "eager_reasons": dict(self.eager_reasons),
+        }
+
+    def reset_stats(self) -> None:
+        for counter in (self.steps, self.padding, self.step_sizes, self.unknown_keys, self.eager_reasons):
+            counter.clear()
+
+
+def _fits(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
+    return all(padded[name] >= value for name, value in sizes.items())
+
+
+def _order(ms: float | None, mode: str, size: int) -> tuple[Any, ...]:
+    """Measured ones by cost; without a measurement full before piecewise, then the smallest."""
+    return (0, ms, MODES.index(mode), size) if ms is not None else (1, MODES.index(mode), size, 0)
+
+
+def regret(picks: Mapping[int, tuple[str, int]], measured: Mapping[int, Mapping[tuple[str, int], float]]) -> list[dict[str, Any]]:
+    """For each step size: the pick, the best measured candidate, and how much slower the pick is, as a share."""
+    rows = []
+    for n, pick in sorted(picks.items()):
+        best = min(measured[n], key=lambda at, n=n: measured[n][at])
+        rows.append({"tokens": n, "pick": pick, "pick_ms": measured[n][pick], "best": best, "best_ms": measured[n][best],
+                     "regret": measured[n][pick] / measured[n][best] - 1.0})  # fmt: skip
+    return rows
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""

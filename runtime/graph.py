@@ -1,0 +1,241 @@
+"""The ``Graph`` protocol and its CUDA implementation.
+
+A graph records device work once and replays it into the same addresses. ``capture_begin`` … ``capture_end`` records; when
+``capture_end`` returns, the recorded work has also been run once, so whatever runs next sees real data. ``launch(piece, *args)``
+runs a compiled piece inside a capture: on CUDA that is just the call, the emulator makes one node of it.
+
+All graphs of one ``Pool`` share its memory and its capture stream. Captures happen inside ``pool.session()``. Code above this
+file never asks which implementation it has (runtime/emulator.py is the one for machines without a GPU).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, or a graph that may not be replayed. The message says why and what to do."""
+
+
+class Graph(Protocol):
+    nbytes: int
+    """Bytes that this capture added to its pool. 0 before ``capture_end``."""
+
+    empty: bool
+    """Nothing was recorded: a replay would do nothing."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None:
+        """End the recording and run it once. Raises what the capture died of; the pool stays usable."""
+
+    def abort(self) -> None:
+        """Drop a half-made capture after an error: stream and pool are as before ``capture_begin``."""
+
+    def replay(self) -> None: ...
+
+    def launch(self, piece: Callable[..., Any], *args: Any) -> Any: ...
+
+    def reset(self) -> None:
+        """Free the graph. It cannot be replayed again."""
+
+
+class Pool(Protocol):
+    device: torch.device
+    handle: Any
+    """What identifies the memory pool; the same for every graph of this pool."""
+
+    def graph(self) -> Graph: ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """Where captures happen: capture stream current, garbage collector frozen. Restored on leaving, also by an error."""
+
+    def nbytes(self) -> int: ...
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without keeping it allocated, so that later captures may reuse it. Only for memory of this pool."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory came from a capture into this pool."""
+
+    def perturb(self) -> object:
+        """Make the eager allocator hand out other addresses for as long as the returned object lives."""
+
+    def synchronize(self) -> None: ...
+
+    def reset(self) -> None:
+        """Give the memory back. Every graph of the pool must have been reset."""
+
+
+_current = threading.local()
+
+
+@contextmanager
+def launching_into(capture: Any) -> Iterator[None]:
+    """While this is active on the thread, ``launch`` goes to ``capture.launch``."""
+    previous = getattr(_current, "capture", None)
+    _current.capture = capture
+    try:
+        yield
+    finally:
+        _current.capture = previous
+
+
+def launch(piece: Callable[..., Any], *args: Any) -> Any:
+    """Run a compiled piece: as one node of the capture in progress on this thread, else as a plain call.
+
+    Stitched callables run every compiled piece through this function, which is how any of them can be captured.
+    """
+    capture = getattr(_current, "capture", None)
+    return piece(*args) if capture is None else capture.launch(piece, *args)
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """One collection, then no collector until the end.
+
+    A collection inside a capture can finalise a compiled kernel, and unloading its module is not allowed there. One per capture
+    would dominate start-up, so there is one in all.
+    """
+    enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0  # a user's own freeze must not be undone by ours
+    gc.collect()
+    if freeze:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+class CudaGraph:
+    """One ``torch.cuda.CUDAGraph`` in a shared pool."""
+
+    def __init__(self, pool: CudaPool) -> None:
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.nbytes = 0
+        self.empty = False
+
+    def capture_begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._before = torch.cuda.memory_reserved(self._pool.device)
+        # thread_local: another thread of the process (a tokeniser, a data loader) may use the device meanwhile
+        self._graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+
+    def capture_end(self) -> None:
+        assert self._graph is not None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._graph.capture_end()
+        self.empty = any("Graph is empty" in str(w.message) for w in caught)
+        self.nbytes = torch.cuda.memory_reserved(self._pool.device) - self._before
+        self.replay()
+
+    def abort(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                graph.capture_end()
+        except RuntimeError:
+            # An invalidated capture makes capture_end raise before it hands the allocator back, and leaves its hold on the pool.
+            device = self._pool.device.index
+            for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):
+                    give_back(device, self._pool.handle)
+        graph.reset()
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise CaptureError("replay of a graph that holds no capture: it was reset, or its capture failed")
+        self._graph.replay()
+
+    def launch(self, piece: Callable[..., Any], *args: Any) -> Any:
+        return piece(*args)
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
+
+class CudaPool:
+    """One memory pool and one capture stream for all graphs of a module."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.handle = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)
+        self._ranges: list[tuple[int, int]] = []
+
+    def graph(self) -> CudaGraph:
+        return CudaGraph(self)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self.device)
+        with frozen_gc():
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # once here, not once a graph as torch.cuda.graph does
+            self._ranges = []
+            self._stream.wait_stream(outer)
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                outer.wait_stream(self._stream)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(self.handle)]
+
+    def nbytes(self) -> int:
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        pointer = tensor.untyped_storage().data_ptr()
+        if not any(start <= pointer < stop for start, stop in self._ranges):
+            # the pool only grows while capturing, so a snapshot (milliseconds) is needed only for an address not seen before
+            self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._segments()]
+        return any(start <= pointer < stop for start, stop in self._ranges)
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        return weak_view(tensor)
+
+    def perturb(self) -> object:
+        # one block for each size class of the caching allocator up to 32 MiB: what is freed after capture is taken again by these
+        return [torch.full((1 << power,), 0xA5, dtype=torch.uint8, device=self.device) for power in range(9, 26)]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.handle = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+
+def weak_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes that does not own them. Whoever uses it must know that the memory stays allocated."""
+    storage = tensor.untyped_storage()
+    with _disable_current_modes():  # bookkeeping: no capture in progress may record it
+        return _over(storage, tensor)
+
+
+def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    bytes_ = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(bytes_, tensor.storage_offset(), tensor.size(), tensor.stride())
