@@ -90,9 +90,10 @@ def convert_gguf(path: str | Path, cache: str | Path, *, shard_bytes: int = _SHA
     try:
         _write_json(partial / "config.json", checkpoint.config)
         _write_json(partial / "generation_config.json", checkpoint.generation_config)
-        write_tokenizer(checkpoint, partial)
+        write_tokenizer(path, checkpoint.fields, partial)
         _write_tensors(checkpoint, partial, shard_bytes)
-        partial.chmod(0o755)
+        for made in (partial, *partial.iterdir()):  # mkdtemp and safetensors keep others out; a cache may be shared
+            made.chmod(0o755 if made.is_dir() else 0o644)
         try:
             partial.rename(folder)
         except OSError:

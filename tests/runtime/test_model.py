@@ -95,7 +95,7 @@ class Oracle:
         """Logits [tokens, vocab] of one sequence, whole; given in ``chunks`` only where the scaling depends on the length so far."""
         device, rotary = self.hf.device, self.hf.model.rotary_emb
         if rotary.rope_type not in ("dynamic", "longrope"):
-            return self.hf(input_ids=torch.tensor([sum(chunks, [])], device=device), use_cache=False).logits[0]
+            return self.hf(input_ids=torch.tensor([[t for chunk in chunks for t in chunk]], device=device), use_cache=False).logits[0]
         self.hf.model.rotary_emb = type(rotary)(self.hf.config).to(device)  # it remembers the longest sequence it has seen
         cache = DynamicCache(config=self.hf.config)
         return torch.cat([self.hf(input_ids=torch.tensor([c], device=device), past_key_values=cache).logits[0] for c in chunks])
