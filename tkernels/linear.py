@@ -48,10 +48,20 @@ class Tile:
     num_stages: int
 
 
+@triton.jit
+def _stream(ptrs, mask, EVEN: tl.constexpr):
+    """Weights are read once: they should not push anything else out of L2."""
+    if EVEN:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _vector_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, rows, n, stride_xm, stride_wn,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -60,13 +70,13 @@ def _vector_kernel(
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
     mask_n = (offs_n < n)[:, None]
     mask_m = (offs_m < rows)[:, None]
-    w = tl.load(w_ptrs, mask=mask_n & (offs_k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
         x = tl.load(x_ptrs + k, mask=mask_m & (offs_k + k < K)[None, :], other=0.0).to(tl.float32)
         acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
         if k + BLOCK_K < K:
-            w = tl.load(w_ptrs + k + BLOCK_K, mask=mask_n & (offs_k + k + BLOCK_K < K)[None, :], other=0.0, eviction_policy="evict_first")
+            w = _stream(w_ptrs + k + BLOCK_K, mask_n & (offs_k + k + BLOCK_K < K)[None, :], EVEN)
     y = tl.sum(acc, 2)
     if HAS_BIAS:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[None, :]
@@ -94,13 +104,9 @@ def _matrix_kernel(
             w_ptrs = w_rows[:, None] + (offs_k + k)[None, :]
             x_ptrs = x_rows[None, :] + (offs_k + k)[:, None]
             mask_x = (offs_m < rows)[None, :]
-            if EVEN:
-                w = tl.load(w_ptrs, eviction_policy="evict_first")
-                x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-            else:
-                mask_k = offs_k + k < k_total
-                w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0, eviction_policy="evict_first")
-                x = tl.load(x_ptrs, mask=mask_x & mask_k[:, None], other=0.0)
+            mask_k = offs_k + k < k_total
+            w = _stream(w_ptrs, mask_n[:, None] & mask_k[None, :], EVEN)
+            x = tl.load(x_ptrs, mask=mask_x if EVEN else mask_x & mask_k[:, None], other=0.0)
             acc = dot(w, x, acc)
     else:
         # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
@@ -111,12 +117,8 @@ def _matrix_kernel(
             w_ptrs = w_rows[None, :, None] + at[:, None, :]
             x_ptrs = x_rows[None, None, :] + at[:, :, None]
             mask_x = (offs_m < rows)[None, None, :]
-            if EVEN:
-                w = tl.load(w_ptrs, eviction_policy="evict_first")
-                x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-            else:
-                w = tl.load(w_ptrs, mask=mask_n[None, :, None] & (at < k_total)[:, None, :], other=0.0, eviction_policy="evict_first")
-                x = tl.load(x_ptrs, mask=mask_x & (at < k_total)[:, :, None], other=0.0)
+            w = _stream(w_ptrs, mask_n[None, :, None] & (at < k_total)[:, None, :], EVEN)
+            x = tl.load(x_ptrs, mask=mask_x if EVEN else mask_x & (at < k_total)[:, :, None], other=0.0)
             sliced = dot(w, x, sliced)
         acc = tl.sum(sliced, 0)
     if HAS_BIAS:
@@ -155,13 +157,14 @@ def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: 
     rows, k = x.shape
     n = weight.shape[0]
     grid = (triton.cdiv(n, tile.block_n),)
-    arguments = (x, weight, bias, y, rows, n, x.stride(0), weight.stride(0), k, bias is not None)
+    even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
+    arguments = (x, weight, bias, y, rows, n, x.stride(0), weight.stride(0), k, bias is not None, even)
     if tile.kind == "vector":
         _vector_kernel[grid](*arguments, row_class(rows), tile.block_n, tile.block_k, num_warps=tile.num_warps)
     else:
-        even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
+        block_m = max(16, row_class(rows))
         _matrix_kernel[grid](
-            *arguments, even, max(16, row_class(rows)), tile.block_n, tile.block_k, tile.slices, tile.num_stages, num_warps=tile.num_warps
+            *arguments, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, num_warps=tile.num_warps
         )  # fmt: skip
 
 
