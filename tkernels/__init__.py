@@ -1,8 +1,20 @@
 """Triton kernels for transformer inference, safe to capture in CUDA graphs."""
 
 from tkernels.activation import gelu_and_mul, silu_and_mul, silu_mul
+from tkernels.attention import paged_attention, paged_attention_out
 from tkernels.linear import linear
 from tkernels.rmsnorm import add_rms_norm, rms_norm
 from tkernels.rope import rope, rope_and_cache
 
-__all__ = ["add_rms_norm", "gelu_and_mul", "linear", "rms_norm", "rope", "rope_and_cache", "silu_and_mul", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "paged_attention",
+    "paged_attention_out",
+    "rms_norm",
+    "rope",
+    "rope_and_cache",
+    "silu_and_mul",
+    "silu_mul",
+]

@@ -1,0 +1,100 @@
+"""Batches for the attention tests: a paged cache with permuted pages, whatever a kernel must not read filled with NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tkernels.attention.ref import paged_attention_ref
+
+
+@dataclass
+class Case:
+    """One call: tensors by the names of paged_attention, and its keywords."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.cu_seqlens_q
+
+
+def make_case(
+    lens: list[int],
+    query_lens: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    page_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    max_pages: int | None = None,
+    interleaved: bool = False,
+    extra_rows: int = 0,
+    poison: bool = True,
+    **keywords: Any,
+) -> Case:
+    """Sequences with ``lens`` keys and ``query_lens`` queries. Free slots hold NaN, unused table entries -1, page 0 is all NaN.
+
+    dtype: of q; a float8 dtype makes an fp8 cache under fp16 queries.
+    """
+    cache_dtype = dtype
+    if dtype == torch.float8_e4m3fn:
+        dtype = torch.float16
+    counts = [-(-n // page_size) for n in lens]
+    width = max(counts, default=0) if max_pages is None else max_pages
+    pages = sum(counts) + 2
+    order = (torch.randperm(pages - 1) + 1).tolist()  # page 0 stays free
+    shape = (pages, 2, page_size, kv_heads, dim) if interleaved else (2, pages, page_size, kv_heads, dim)
+    store = torch.full(shape, float("nan") if poison else 0.0)
+    k, v = (store[:, 0], store[:, 1]) if interleaved else (store[0], store[1])
+    table = torch.full((len(lens), width), -1, dtype=torch.int32)
+    for s, n in enumerate(lens):
+        for i in range(counts[s]):
+            page = order.pop()
+            table[s, i] = page
+            used = min(page_size, n - i * page_size)
+            k[page, :used] = torch.randn(used, kv_heads, dim)
+            v[page, :used] = torch.randn(used, kv_heads, dim)
+    store = store.to(cache_dtype).to(device)
+    k, v = (store[:, 0], store[:, 1]) if interleaved else (store[0], store[1])
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    q = torch.randn(int(starts[-1]) + extra_rows, heads, dim).to(dtype).to(device)
+    if extra_rows:
+        q[-extra_rows:] = float("nan")
+    keywords.setdefault("scale", dim**-0.5)
+    keywords.setdefault("max_query_len", max(query_lens, default=1))
+    return Case(
+        q, k, v, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), starts.to(torch.int32).to(device), keywords
+    )
+
+
+def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference in fp64 on the CPU, from the same stored values."""
+    q, k, v, *index = (t.cpu() for t in case.tensors)
+    keywords = {n: (x.cpu().double() if isinstance(x, torch.Tensor) else x) for n, x in case.keywords.items() if n != "return_lse"}
+    return paged_attention_ref(q.double(), k.double(), v.double(), *index, **keywords)
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Against the oracle, relative to its norm, and element by element."""
+    expected, expected_lse = oracle(case)
+    tolerance = TOLERANCE[out.dtype]
+    actual = out.cpu().double()
+    assert torch.isfinite(actual).all()
+    assert (actual - expected).norm() <= tolerance * expected.norm() + 1e-12
+    torch.testing.assert_close(actual, expected, atol=4 * tolerance * max(float(expected.abs().max()), 1e-6), rtol=0)
+    if lse is not None:
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=max(tolerance, 1e-4), rtol=1e-4)

@@ -1,0 +1,74 @@
+"""What the decode and the prefill kernel share: page addresses, logits, and the fold of two softmax states.
+
+A softmax state over some keys is (m, l, acc): the largest logit in base 2, the sum of 2^(logit - m) and the sum of 2^(logit - m) · V.
+The empty state is (-inf, 0, 0).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels._triton import INTERPRETED, tl, triton
+
+LOG2_E = 1.4426950408889634
+FP8 = torch.float8_e4m3fn
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def token_slots(table_ptr, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(page, slot in it) of the tokens ``start + offs_n``, both int64: page · stride passes 2**31 in a cache of a few GB.
+
+    ``last`` is the last valid token; later ones take its page, so that no page id beyond it is read (a padded table holds -1 there).
+    Inline assembly keeps the load out of the software pipeline: a ``tl.load`` here becomes an asynchronous copy with a wait of its
+    own, which takes stages away from K and V. The line of the table is in L1 after the first block.
+    """
+    if PAGE % BLOCK_N == 0:  # a block of keys lies in one page
+        index = tl.minimum(start, last) // PAGE
+        slot = start % PAGE + offs_n
+    else:
+        index = tl.minimum(start + offs_n, last) // PAGE
+        slot = (start + offs_n) % PAGE
+    if _INTERPRETED:
+        page = tl.load(table_ptr + index)
+    else:
+        page = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [table_ptr + index], dtype=tl.int32, is_pure=True, pack=1)
+    return page.to(tl.int64), slot.to(tl.int64)
+
+
+@triton.jit
+def cap_logits(s, softcap):
+    """softcap · tanh(s / softcap) for s and softcap in base 2. tanh by one exponential; both of its ends are right (±softcap)."""
+    t = tl.math.exp2(tl.abs(s) * (-2.0 * 1.4426950408889634 / softcap))
+    return tl.where(s < 0, -softcap, softcap) * ((1.0 - t) / (1.0 + t))
+
+
+@triton.jit
+def merge_states(m, l, acc, mb, lb, accb):
+    """Fold the state (mb, lb, accb) into (m, l, acc). Rows: m [M], l [M, L], acc [M, D].
+
+    Explicit fma, so that every place that folds gives the same bits. Folding into the empty state copies exactly.
+    """
+    m_new = tl.maximum(m, mb)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # two empty states: not exp2(-inf + inf)
+    a = tl.math.exp2(m - base)[:, None]
+    b = tl.math.exp2(mb - base)[:, None]
+    return m_new, tl.fma(l, tl.broadcast_to(a, l.shape), lb * b), tl.fma(acc, tl.broadcast_to(a, acc.shape), accb * b)
+
+
+@triton.jit
+def finish(m, l, sink, v_factor, HAS_SINKS: tl.constexpr):
+    """(factor for acc, natural LSE) of a finished state [M], with the sink's logit ``sink`` [M] in base 2 in the denominator."""
+    if HAS_SINKS:
+        m_new = tl.maximum(m, sink)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        factor = tl.math.exp2(m - base)
+        l = tl.fma(l, factor, tl.math.exp2(sink - base))
+        m = m_new
+    else:
+        factor = 1.0
+    empty = l == 0.0  # no key seen: zero output, LSE -inf
+    divisor = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(divisor)) * 0.6931471805599453)
+    return tl.where(empty, 0.0, v_factor * factor / divisor), lse

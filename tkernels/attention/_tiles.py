@@ -1,0 +1,68 @@
+"""Tile sizes: a shipped table by architecture and shape class, and a heuristic for what the table lacks.
+
+Everything here depends on the device and the shape of the model alone, never on a batch, so a captured graph may bake it in, and
+BLOCK_N, which is part of the arithmetic, is the same for a request in every batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    block_n: int  # keys per block
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # registers a thread, so that programs_per_sm fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    block_m: int  # query rows: tokens times the heads of a group
+    block_n: int  # keys per block
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads((Path(__file__).parent.parent / "tables" / "attention.json").read_text())
+
+
+def _entry(kernel: str, arch: str, dim: int, itemsize: int) -> dict[str, Any] | None:
+    """The first entry of the table whose class holds the shape. Entries are ordered, smallest class first."""
+    for entry in _table().get(arch, {}).get(kernel, []):
+        if dim <= entry["dim"] and itemsize == entry["itemsize"]:
+            return entry["tiles"]
+    return None
+
+
+@functools.cache
+def decode_tiles(arch: str, dim: int, itemsize: int, rows: int) -> DecodeTiles:
+    """arch: as in tkernels._target. dim: head dimension. itemsize: bytes of a cache element. rows: query tokens times heads of a group."""
+    if arch == "cpu":
+        return DecodeTiles(block_n=16, programs_per_sm=1, num_warps=4, num_stages=1)
+    entry = _entry("decode" if rows <= 16 else "decode_multi", arch, dim, itemsize)
+    if entry is not None:
+        return DecodeTiles(**entry)
+    wide = dim * itemsize > 256
+    return DecodeTiles(block_n=32 if wide else 64, programs_per_sm=2, num_warps=4, num_stages=2)
+
+
+@functools.cache
+def prefill_tiles(arch: str, dim: int, itemsize: int) -> PrefillTiles:
+    if arch == "cpu":
+        return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
+    entry = _entry("prefill", arch, dim, itemsize)
+    if entry is not None:
+        return PrefillTiles(**entry)
+    if itemsize == 4 or dim > 128:  # fp32 multiplies without tensor cores; large heads fill the registers
+        return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)

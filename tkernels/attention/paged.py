@@ -1,0 +1,197 @@
+"""Paged attention: decode, prefill over a cached prefix and mixed batches in one op, and its form that writes into a given output.
+
+Which kernel computes a sequence is chosen on the device by that sequence's query length (1 to 8: decode.py, more: prefill.py).
+``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels import _checks
+from tkernels._op import define
+from tkernels.attention._inputs import check_inputs
+from tkernels.attention.decode import QUERY_LEN, decode
+from tkernels.attention.prefill import prefill
+from tkernels.attention.ref import Scale, paged_attention_ref
+
+Optional = torch.Tensor | None
+
+
+def _attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, scale: float, max_query_len: int, causal: bool, window: int, softcap: float,
+    sinks: Optional, k_scale: Optional, v_scale: Optional, v_factor: float, out: torch.Tensor, lse: Optional,
+) -> None:  # fmt: skip
+    inputs = check_inputs(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks, k_scale, v_scale, v_factor
+    )
+    _check_output("out", out, tuple(q.shape), q.dtype, q)
+    _checks.check_last_stride("out", out)
+    if lse is not None:
+        _check_output("lse", lse, tuple(q.shape[:2]), torch.float32, q)
+    if q.shape[0] == 0:
+        return
+    if max_query_len > QUERY_LEN:  # first: its programs run longest
+        prefill(inputs, out, lse, QUERY_LEN + 1)
+    decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
+
+
+def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> None:
+    _checks.check_shape(name, x, shape, "like q")
+    _checks.check_dtype(name, x, dtype, "for this q")
+    _checks.check_device(name, x, q, "q")
+
+
+def _functional(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, scale: float, max_query_len: int, causal: bool, window: int, softcap: float,
+    sinks: Optional, k_scale: Optional, v_scale: Optional, v_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out, lse = _fake(q)
+    _attend(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, max_query_len, causal, window, softcap,
+        sinks, k_scale, v_scale, v_factor, out, lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def _fake(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _functional_ref(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, scale: float, max_query_len: int, causal: bool, window: int, softcap: float,
+    sinks: Optional, k_scale: Optional, v_scale: Optional, v_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    check_inputs(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks, k_scale, v_scale, v_factor
+    )
+    return paged_attention_ref(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale=scale, max_query_len=max_query_len, causal=causal,
+        window=window or None, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_factor if v_scale is None else v_scale * v_factor,
+    )  # fmt: skip
+
+
+def _attend_ref(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, scale: float, max_query_len: int, causal: bool, window: int, softcap: float,
+    sinks: Optional, k_scale: Optional, v_scale: Optional, v_factor: float, out: torch.Tensor, lse: Optional,
+) -> None:  # fmt: skip
+    _check_output("out", out, tuple(q.shape), q.dtype, q)
+    if lse is not None:
+        _check_output("lse", lse, tuple(q.shape[:2]), torch.float32, q)
+    result = _functional_ref(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, max_query_len, causal, window, softcap,
+        sinks, k_scale, v_scale, v_factor,
+    )  # fmt: skip
+    out.copy_(result[0])
+    if lse is not None:
+        lse.copy_(result[1])
+
+
+_INPUTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, float scale, "
+    "SymInt max_query_len, bool causal, int window, float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float v_factor"
+)
+_paged_attention_op = define(f"paged_attention({_INPUTS}) -> (Tensor, Tensor)", kernel=_functional, reference=_functional_ref, fake=_fake)
+_paged_attention_out_op = define(
+    f"paged_attention_out({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    kernel=_attend,
+    reference=_attend_ref,
+    fake=lambda *_: None,
+)
+
+
+def _split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
+    """A scale as (tensor on the device, host factor): a number needs no tensor, a tensor is read by the kernel at each replay."""
+    if scale is None:
+        return None, 1.0
+    if isinstance(scale, torch.Tensor):
+        return scale, 1.0
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return None, float(scale)
+    raise TypeError(f"{name}: expected a number, a float32 tensor [], [1] or [kv_heads], or None, got {type(scale).__name__}")
+
+
+def _host_window(window: int | None) -> int:
+    if window is None:
+        return 0
+    if window < 1:
+        raise ValueError(f"window: expected None or a number of keys of at least 1, got {window}")
+    return window
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """out[t, h] = Σ_k softmax_k(scale · q[t, h] · K[k, h]) · V[k, h] over the keys of the sequence of token t.
+
+    q: [tokens, heads, dim] fp16, bf16 or fp32, any strides with the last 1; dim 1 to 256; heads a multiple of kv_heads.
+    k_cache, v_cache: [pages, page_size, kv_heads, dim] like q, or float8_e4m3fn; any strides with the last 1; page_size 1 to 256.
+    block_table: [seqs, max_pages] int32, page ids; entries past a sequence's last page are not read.
+    seq_lens: [seqs] int32, keys of each sequence, its query tokens included; 0 marks a padding row: zero output, LSE -inf.
+        Cut at ``max_pages · page_size`` in the kernel, since the host cannot see it without a sync.
+    cu_seqlens_q: [seqs + 1] int32, where each sequence's query tokens start; rows past the last value come out zero.
+    scale: multiplies q · k, positive. max_query_len: upper bound of the query lengths; its bucket (1, 8, more) is baked into a graph.
+        A longer sequence than that is left unwritten (on the CPU reference: ValueError).
+    causal: a query at position p sees keys 0 .. p (queries are the last tokens of a sequence). window: it sees p - window + 1 .. p.
+    softcap: logits become softcap · tanh(logits / softcap); 0: none. sinks: [heads] logits that enter the denominator and the LSE.
+    k_scale, v_scale: stored value · scale = true value; a number (baked into a graph) or a float32 tensor [], [1] or [kv_heads].
+    return_lse: also return the natural log of the denominator, [tokens, heads] fp32, for ``merge_attention``.
+    Returns out [tokens, heads, dim] like q, contiguous. Raises ValueError or TypeError naming the argument that is wrong.
+    """
+    k_tensor, k_factor = _split_scale("k_scale", k_scale)
+    v_tensor, v_factor = _split_scale("v_scale", v_scale)
+    out, lse = _paged_attention_op(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
+        sinks, k_tensor, v_tensor, v_factor,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def paged_attention_out(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> None:
+    """``paged_attention`` into ``out`` [tokens, heads, dim] like q (last stride 1) and, if given, ``lse`` [tokens, heads] fp32.
+
+    Every element of both is written. This is the default splitting op: the piece before it allocates ``out``.
+    """
+    k_tensor, k_factor = _split_scale("k_scale", k_scale)
+    v_tensor, v_factor = _split_scale("v_scale", v_scale)
+    _paged_attention_out_op(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
+        sinks, k_tensor, v_tensor, v_factor, out, lse,
+    )  # fmt: skip
