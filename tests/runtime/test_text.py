@@ -82,7 +82,10 @@ def write(folder: Path, **config: object) -> Path:
     return folder
 
 
-TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def test_chat_template_from_the_tokenizer_config(tmp_path: Path) -> None:

@@ -1,0 +1,346 @@
+"""The engine: prompts in, answers out, many at once through continuous batching.
+
+    engine = Engine("path/to/folder", {"scheduler": {"max_num_seqs": 8}})
+    for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+        print(completion.text)
+
+``generate`` and ``stream`` stand on ``submit``, ``step`` and ``abort``, which a server would call. One engine belongs to one
+thread; several streams of that thread may run interleaved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from runtime.blocks import BlockManager
+from runtime.checkpoint import read_json
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.request import FinishReason, Request, RequestError, SamplingParams
+from runtime.runner import Launched, Runner
+from runtime.scheduler import Scheduler, Step
+from runtime.text import TextError, TextStream, Tokenizer
+from runtime.weights import find_packaged_gguf, prepare
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+OnError = Literal["raise", "return"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_token_ids: list[int]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step brought for one prompt (``index``, as given to ``stream``). The last event has a finish reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """A submitted request: what has arrived, and what the caller has not taken yet."""
+
+    request: Request
+    index: int = 0
+    text: str = ""
+    events: deque[Event] = field(default_factory=deque)
+    finished: bool = False
+    _stream: TextStream | None = None
+
+    def completion(self) -> Completion:
+        request = self.request
+        assert request.finish_reason is not None
+        return Completion(self.text, request.generated, request.finish_reason, list(request.prompt_tokens))
+
+
+class Engine:
+    """Loads a model, sizes its cache, captures its steps, and serves requests until it is dropped.
+
+    model: a Hugging Face folder or GGUF file, or a ``CausalLM``; it wins over ``[model] path``.
+    config: a RuntimeConfig, a TOML file or a mapping. tokenizer: for a ``CausalLM`` that shall take text.
+    report: called with one line at each stage of the start-up.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | CausalLM | None = None,
+        config: RuntimeConfig | str | Path | Mapping[str, Any] | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.config = RuntimeConfig.load({} if config is None else config)
+        if self.config.parallel.tensor != 1:
+            raise ConfigError(f"parallel.tensor: this engine runs on one device, got {self.config.parallel.tensor}")
+        self.tokenizer, self._eos = tokenizer, frozenset[int]()
+        if isinstance(model, CausalLM):
+            self.model = model
+        else:
+            folder = _locate(model or self.config.model.path, report)
+            report(f"loading {folder}")
+            self.model = _load(folder, self.config)
+            self._eos = _eos_tokens(folder)
+            if tokenizer is None and (folder / "tokenizer.json").is_file():
+                self.tokenizer = Tokenizer.open(folder)
+        spec, limits = self.model.spec, self.config.scheduler
+        max_context = min(limits.max_context or spec.max_positions, spec.max_positions)
+        self.runner = Runner(self.model, self.config, max_context)
+        report(f"KV cache: {self.runner.num_pages} pages of {self.runner.page_size} tokens on {self.runner.device}")
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_pages, self.runner.page_size, self.config.cache.prefix_cache),
+            max_num_seqs=limits.max_num_seqs,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_context=max_context,
+        )
+        self._depth = 2 if limits.overlap else 1  # steps in flight
+        self._flying: deque[tuple[Step, Launched]] = deque()
+        self._answers: dict[int, Answer] = {}
+        self._submitted = 0
+        self._totals: Counter[str] = Counter()
+        started = time.perf_counter()
+        self.plan = self.runner.warmup()
+        self.warmup_seconds = time.perf_counter() - started
+
+    # -- whole answers --------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
+    ) -> list[Completion]:
+        """Answers to all prompts, in their order, computed together.
+
+        prompts: texts, or lists of token ids; also one of them alone. params: for all, or one each.
+        chat: put each text through the model's chat template.
+        on_error: a prompt that cannot be served (empty, too long, unknown token) raises RequestError before anything runs, or with
+        "return" comes back as a Completion with finish_reason "error" and its message, while the others are served.
+        """
+        answers = self._submit_all(prompts, params, chat, on_error)
+        try:
+            while any(isinstance(answer, Answer) and not answer.finished for answer in answers):
+                self.step()
+        finally:
+            self._drop(answers)
+        return [answer.completion() if isinstance(answer, Answer) else _refused(answer) for answer in answers]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
+    ) -> Iterator[Event]:
+        """The same answers as ``generate``, as they grow. Leaving the loop early ends the requests."""
+        answers = self._submit_all(prompts, params, chat, on_error)  # at the call, not at the first item: errors come here
+        return self._events(answers)
+
+    def _events(self, answers: list[Answer | RequestError]) -> Iterator[Event]:
+        try:
+            for index, answer in enumerate(answers):
+                if isinstance(answer, RequestError):
+                    yield Event(index, "", [], "error", str(answer))
+            open_answers = [answer for answer in answers if isinstance(answer, Answer)]
+            while open_answers:
+                if not any(answer.events for answer in open_answers):
+                    self.step()
+                for answer in open_answers:
+                    while answer.events:
+                        yield answer.events.popleft()
+                open_answers = [answer for answer in open_answers if answer.events or not answer.finished]
+        finally:
+            self._drop(answers)
+
+    def _submit_all(self, prompts: Prompt | Sequence[Prompt], params: Params, chat: bool, on_error: str) -> list[Answer | RequestError]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]  # one prompt alone
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        elif len(params) != len(prompts):
+            raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(prompts)}), got {len(params)}")
+        answers: list[Answer | RequestError] = []
+        try:
+            for index, (prompt, each) in enumerate(zip(cast(Sequence[Prompt], prompts), params, strict=True)):
+                try:
+                    answers.append(self.submit(prompt, each, chat=chat, index=index))
+                except RequestError as error:
+                    refused = RequestError(f"prompt {index}: {error}")
+                    if on_error == "raise":
+                        raise refused from error
+                    answers.append(refused)
+        except BaseException:
+            self._drop(answers)
+            raise
+        return answers
+
+    def _drop(self, answers: Sequence[Answer | RequestError]) -> None:
+        for answer in answers:
+            if isinstance(answer, Answer):
+                self.abort(answer)
+        while self._flying and not self._answers:  # of requests that ended one step ago: nobody else would take these steps in
+            self._land()
+
+    # -- one request, one step ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = False, salt: bytes = b"", index: int = 0
+    ) -> Answer:
+        """Queue one request. salt: only requests of equal salt share pages of the prefix cache. Raises RequestError."""
+        tokens = self._tokens(prompt, chat)
+        params = params or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        request = Request(self._submitted, tuple(tokens), params, self._eos, salt)
+        self.scheduler.add(request)
+        self._submitted += 1
+        stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+        answer = self._answers[request.number] = Answer(request, index, _stream=stream)
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """End a request. Its pages come back as soon as no step in flight uses them."""
+        if not answer.finished:
+            self.scheduler.finish(answer.request, "abort")
+            self._close(answer, "", [])
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> None:
+        """Launch what can run, then take in the oldest step in flight and hand its tokens to their answers.
+
+        A step that fails ends the requests in flight with the reason "error" and raises; the engine can be used on.
+        """
+        while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
+            with self._failing(step):
+                self._flying.append((step, self.runner.launch(step)))
+        if self._flying:
+            self._land()
+
+    def _land(self) -> None:
+        """Take in the oldest step in flight."""
+        step, launched = self._flying.popleft()
+        with self._failing(step):
+            tokens = self.runner.read(launched)
+        self._totals["steps"] += 1
+        self._totals["prompt_tokens"] += sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1 or chunk.num_generated == 0)
+        for request in self.scheduler.complete(step, tokens):
+            self._totals["generated_tokens"] += 1
+            self._deliver(self._answers[request.number])
+
+    @contextmanager
+    def _failing(self, step: Step) -> Iterator[None]:
+        """What fails here ends the requests of this step and of all in flight: they stand on what it should have written."""
+        try:
+            yield
+        except BaseException:
+            for failed in (step, *(step for step, _ in self._flying)):
+                for request in self.scheduler.abandon(failed):
+                    self._close(self._answers[request.number], "", [])
+            self._flying.clear()
+            raise
+
+    def _deliver(self, answer: Answer) -> None:
+        request, token = answer.request, answer.request.tokens[-1]
+        text = "" if answer._stream is None else answer._stream.push(token)
+        if answer._stream is not None and answer._stream.stopped:
+            if request.finish_reason is None:
+                self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"
+        answer.text += text
+        if request.finish_reason is None:
+            answer.events.append(Event(answer.index, text, [token]))
+        else:
+            self._close(answer, text, [token])
+
+    def _close(self, answer: Answer, text: str, tokens: list[int]) -> None:
+        rest = "" if answer._stream is None else answer._stream.finish()
+        answer.text += rest
+        answer.finished = True
+        answer.events.append(Event(answer.index, text + rest, tokens, answer.request.finish_reason))
+        del self._answers[answer.request.number]
+
+    def _tokens(self, prompt: Prompt, chat: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the prompt is text, and this engine has no tokenizer; give token ids")
+            if not prompt:
+                raise RequestError("the prompt is empty: at least one token is needed")
+            try:
+                prompt = self.tokenizer.chat(prompt) if chat else self.tokenizer.encode(prompt)
+            except TextError as error:
+                raise RequestError(str(error)) from error
+        elif chat:
+            raise RequestError("chat takes texts, got token ids")
+        vocab = self.model.spec.vocab
+        tokens = []
+        for position, token in enumerate(prompt):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise RequestError(f"prompt[{position}]: expected a token id, got {token!r}")
+            token = token.__index__()
+            if not 0 <= token < vocab:
+                raise RequestError(f"prompt[{position}]: expected a token id from 0 to {vocab - 1}, got {token}")
+            tokens.append(token)
+        return tokens
+
+    # -- what happened --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: steps and tokens, and under ``modes`` what ran captured, at which sizes, and what did not."""
+        return {
+            **{name: self._totals[name] for name in ("steps", "prompt_tokens", "generated_tokens")},
+            "cached_tokens": self.scheduler.cached_tokens,
+            "preemptions": self.scheduler.preemptions,
+            "evicted_pages": self.scheduler.blocks.evictions,
+            "modes": self.runner.steps.stats(),
+        }
+
+
+def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
+    """The folder to load from. ``package:NAME`` is the GGUF file that an installed Python package brings."""
+    if not str(path):
+        raise ConfigError('model.path: expected a Hugging Face folder, a .gguf file or "package:NAME", got nothing')
+    if str(path).startswith("package:"):
+        path = find_packaged_gguf(str(path).removeprefix("package:"))
+    folder = prepare(path)
+    if str(folder) != str(path):
+        report(f"using {folder}, converted from {path}")
+    return folder
+
+
+def _load(folder: Path, config: RuntimeConfig) -> CausalLM:
+    try:
+        resolve_dtype(config.model.dtype, torch.float32, resolve_device(config.model.device))
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error
+    return load_model(folder, config.model.dtype, config.model.device)
+
+
+def _eos_tokens(folder: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            if value is not None:
+                return frozenset([value] if isinstance(value, int) else value)
+    return frozenset()
+
+
+def _refused(error: RequestError) -> Completion:
+    return Completion("", [], "error", [], str(error))

@@ -1,0 +1,290 @@
+"""One step on the device: the scheduler's chunks become arrays, the model runs over them, tokens come back.
+
+The host knows nothing of graphs here. Arrays are made at the step's real sizes; ``graphed`` pads them to a captured size. Every
+tensor that varies from step to step is an input, so a graph bakes in only the bound on the query length (``max_query_len``).
+
+Sampled tokens stay on the device: a chunk whose last token a step in flight is still sampling takes it from ``last_tokens``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+import tkernels
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.graphed import GraphedModule, Plan, graphed
+from runtime.model import CausalLM, allocate_cache
+from runtime.request import Request
+from runtime.scheduler import Step
+
+_WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with, where the cache and the model hold as many
+_CPU_CACHE_BYTES = 1 << 30
+
+_TOKENS = ("input_ids", "token_source", "positions", "slot_mapping")
+_SEQS = ("block_table", "seq_lens", "logits_rows", "temperature", "top_k", "top_p", "seeds", "draws")
+DYNAMIC: dict[str, dict[int, str]] = {
+    **{name: {0: "tokens"} for name in _TOKENS},
+    **{name: {0: "seqs"} for name in _SEQS},
+    "cu_seqlens_q": {0: "seqs+1"},
+}
+# A padding row has no tokens (cu_seqlens_q stays at its end), writes nothing, reads nothing, and is sampled greedily from row 0.
+PAD: dict[str, Any] = {"slot_mapping": -1, "token_source": -1, "top_p": 1.0, "cu_seqlens_q": "last"}
+
+
+class StepModule(nn.Module):
+    """The model and the sampler, one call a step.
+
+    input_ids, positions, slot_mapping: [tokens] int64. token_source: [tokens] int64, the row of ``last_tokens`` that holds the
+    token, or -1 where ``input_ids`` does. block_table [seqs, pages] int32, seq_lens [seqs] int32, cu_seqlens_q [seqs + 1] int32,
+    logits_rows [seqs] int64; temperature, top_p [seqs] fp32, top_k [seqs] int32, seeds, draws [seqs] int64 as ``tkernels.sample``.
+    Returns tokens [seqs] int64.
+    """
+
+    last_tokens: torch.Tensor
+
+    def __init__(self, model: CausalLM, max_num_seqs: int) -> None:
+        super().__init__()
+        self.model = model
+        device = model.embed_tokens.device
+        self.register_buffer("last_tokens", torch.zeros(max_num_seqs, dtype=torch.int64, device=device), persistent=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        token_source: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        logits_rows: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        seeds: torch.Tensor,
+        draws: torch.Tensor,
+        max_query_len: int,
+    ) -> torch.Tensor:
+        ids = torch.where(token_source >= 0, self.last_tokens[token_source.clamp(min=0)], input_ids)
+        logits = self.model(ids, positions, slot_mapping, block_table, seq_lens, cu_seqlens_q, logits_rows, max_query_len)
+        return tkernels.sample(logits, temperature, top_k, top_p, seeds, draws)
+
+
+class Launched(NamedTuple):
+    """A step on its way: the tokens land in ``host``; read it through ``Runner.read`` only."""
+
+    host: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class Runner:
+    """Owns the KV cache, the captured steps and the rows of the block table."""
+
+    def __init__(self, model: CausalLM, config: RuntimeConfig, max_context: int) -> None:
+        self.model, self.config = model, config
+        self.device = model.embed_tokens.device
+        self.page_size = config.cache.page_size
+        self.max_num_seqs, self.max_batch_tokens = config.scheduler.max_num_seqs, config.scheduler.max_batch_tokens
+        self.module = StepModule(model, self.max_num_seqs)
+        self.num_pages = self._choose_num_pages(max_context)
+        self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
+        model.bind_cache(self._caches)
+        # A request holds at most what the pool has, so a table needs no more columns than that (and never fewer: B048).
+        self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
+        self.num_columns = -(-self.max_context // self.page_size)
+        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs})
+        # One row for each running request, filled as its pages are given; a step's table is gathered from them.
+        self._table = np.zeros((self.max_num_seqs, self.num_columns), np.int32)
+        self._table_pages: list[list[int] | None] = [None] * self.max_num_seqs
+        self._table_filled = [0] * self.max_num_seqs
+        self._source_row: dict[int, int] = {}  # request number -> its row in last_tokens, after the newest step
+
+    # -- sizing ---------------------------------------------------------------------------------------------------------------
+
+    def _choose_num_pages(self, max_context: int) -> int:
+        """The configured count, or from memory.
+
+        CUDA: what is free, less the graphs' budget, less what a step of ``max_batch_tokens`` needs while it runs, less 5%.
+        CPU: a GiB or a quarter of the free memory, whichever is less. Neither takes more than all requests at full context need.
+        """
+        configured = self.config.cache.num_pages
+        if configured != "auto":
+            if configured < 2:
+                raise ConfigError(f"cache.num_pages: expected at least 2 (page 0 is reserved for padding), got {configured}")
+            return configured
+        spec, page_size = self.model.spec, self.page_size
+        probe = allocate_cache(spec, 2, page_size, self.config.cache.dtype, self.device)
+        page_bytes = sum(k[0].nbytes + v[0].nbytes for k, v in probe)
+        if self.device.type == "cuda":
+            self.model.bind_cache(probe)
+            free = self._free_after_largest_step(max_context) - self.config.graph.memory_budget
+        else:
+            free = min(_CPU_CACHE_BYTES, _free_host_bytes() // 4)
+        wanted = self.max_num_seqs * -(-max_context // page_size) + 1
+        fits = free // page_bytes
+        if fits < 2:
+            raise ConfigError(
+                f"cache.num_pages: no memory for a KV cache: {max(free, 0) >> 20} MiB are left beside weights, a step of "
+                f"scheduler.max_batch_tokens = {self.max_batch_tokens} and graph.memory_budget, a page takes {page_bytes >> 10} KiB; "
+                "lower one of these or set cache.num_pages"
+            )
+        return int(min(wanted, fits))
+
+    def _free_after_largest_step(self, max_context: int) -> int:
+        device = self.device
+        self.num_columns, self.max_context, self.num_pages = 1, self.page_size, 2
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        with torch.inference_mode():
+            arguments = self.representative(self.max_batch_tokens, self.max_batch_tokens)
+            self.module(**{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()})
+        torch.cuda.synchronize(device)
+        needed = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - needed - 0.05 * total)
+
+    # -- steps ----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, step: Step) -> Launched:
+        """Start a step. Does not wait for the device."""
+        if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
+            raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
+        tokens = self.steps(**self.arguments(step))
+        self.module.last_tokens[: len(step.chunks)].copy_(tokens)
+        self._source_row = {chunk.request.number: row for row, chunk in enumerate(step.chunks) if chunk.samples}
+        if self.device.type != "cuda":
+            return Launched(tokens, None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Launched(host, event)
+
+    def read(self, launched: Launched) -> list[int]:
+        """The step's tokens, one a chunk. Waits for the copy to the host: without that the numbers may not be there yet (B163)."""
+        if launched.event is not None:
+            launched.event.synchronize()
+        return launched.host.tolist()
+
+    def bound(self, max_query_len: int) -> int:
+        """What a graph is made for: 1 (every query has one token) or all tokens of the largest step."""
+        return 1 if max_query_len == 1 else self.max_batch_tokens
+
+    def arguments(self, step: Step) -> dict[str, Any]:
+        """The inputs of one step, on the host, at its real sizes."""
+        chunks = step.chunks
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+        counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, len(chunks))
+        ids: list[int] = []
+        sources: list[tuple[int, int]] = []
+        for request, start, count, _, _ in chunks:
+            known = request.tokens[start : start + count]
+            ids += known
+            if len(known) < count:  # the newest token is still being sampled
+                sources.append((len(ids), self._source_row[request.number]))
+                ids.append(0)
+        token_source = np.full(len(ids), -1, np.int64)
+        for position, row in sources:
+            token_source[position] = row
+        table = self._table[[self._row(chunk.request) for chunk in chunks]]
+        params = [chunk.request.params for chunk in chunks]
+        return self._arrays(
+            starts,
+            counts,
+            table,
+            input_ids=np.array(ids, np.int64),
+            token_source=token_source,
+            temperature=np.array([p.temperature for p in params], np.float32),
+            top_k=np.array([p.top_k for p in params], np.int32),
+            top_p=np.array([p.top_p for p in params], np.float32),
+            seeds=np.array([chunk.request.seed for chunk in chunks], np.int64),
+            draws=np.array([chunk.num_generated for chunk in chunks], np.int64),
+        )
+
+    def _arrays(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, **others: np.ndarray) -> dict[str, Any]:
+        """Positions, slots and lengths follow from where each chunk starts, how long it is, and its pages."""
+        ends = np.cumsum(counts)
+        row = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(ends[-1]) - (ends - counts - starts)[row]
+        # Token by token, not page by page: a chunk may begin anywhere in a page (B076).
+        slots = table[row, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        arrays = {
+            **others,
+            "positions": positions,
+            "slot_mapping": slots,
+            "block_table": table,
+            "seq_lens": (starts + counts).astype(np.int32),
+            "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
+            "logits_rows": ends - 1,
+        }
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {**tensors, "max_query_len": self.bound(int(counts.max()))}
+
+    def _row(self, request: Request) -> int:
+        """The request's row of the table, brought up to date. A new list of pages means a new admission: fill from the start."""
+        row, pages = request.row, request.pages
+        if self._table_pages[row] is not pages:
+            self._table_pages[row], self._table_filled[row] = pages, 0
+        filled = self._table_filled[row]
+        if filled < len(pages):
+            self._table[row, filled : len(pages)] = pages[filled:]
+            self._table_filled[row] = len(pages)
+        return row
+
+    # -- warm-up --------------------------------------------------------------------------------------------------------------
+
+    def warmup(self) -> Plan:
+        """Capture and time every size, for steps of single tokens (decode) and for steps with chunks."""
+        return self.steps.warmup(make_inputs=lambda size, key: ((), self.representative(size, key["max_query_len"])))
+
+    def representative(self, size: int, max_query_len: int) -> dict[str, Any]:
+        """A step of ``size`` tokens as traffic makes them: all decode, or half of them decode beside one chunk of a prompt."""
+        if max_query_len == 1:
+            return self.batch(size, 0)
+        decodes = min(size // 2, self.max_num_seqs - 1)
+        return self.batch(decodes, size - decodes)
+
+    def batch(self, decodes: int, chunk: int) -> dict[str, Any]:
+        """Inputs of ``decodes`` requests at a usual context and, beside them, ``chunk`` tokens of a prompt (0: none).
+
+        They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
+        """
+        counts = np.ones(decodes + (chunk > 0), np.int64)
+        starts = np.full(len(counts), min(_WARMUP_CONTEXT, self.max_context - 1), np.int64)
+        if chunk:
+            counts[-1] = chunk
+            starts[-1] = max(0, min(starts[-1], self.max_context - chunk))
+        pages = np.arange(len(counts) * self.num_columns).reshape(len(counts), self.num_columns)
+        zeros = np.zeros(len(counts), np.int64)
+        size = decodes + chunk
+        arguments = self._arrays(
+            starts,
+            counts,
+            (pages % (self.num_pages - 1) + 1).astype(np.int32),
+            input_ids=np.arange(size) % self.model.spec.vocab,
+            token_source=np.full(size, -1, np.int64),
+            temperature=zeros.astype(np.float32),
+            top_k=zeros.astype(np.int32),
+            top_p=np.ones(len(counts), np.float32),
+            seeds=zeros,
+            draws=zeros,
+        )
+        arguments["slot_mapping"] = torch.full((size,), -1, dtype=torch.int64)
+        if chunk:
+            arguments["max_query_len"] = self.max_batch_tokens
+        return arguments
+
+
+def _free_host_bytes() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not everywhere
+        return _CPU_CACHE_BYTES

@@ -1,0 +1,330 @@
+"""The engine's behaviour: streaming, stop conditions, bad input, failures, statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.config import ConfigError
+from runtime.engine import Completion, Engine, Event
+from runtime.model import CheckpointError
+from runtime.request import RequestError, SamplingParams
+from runtime.text import Tokenizer
+from tests.runtime.test_text import TEMPLATE, byte_tokenizer
+from tests.runtime.tiny import CONFIG, prompt_of, tiny_model
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    """Eager, so that an engine starts in milliseconds; the modes have their own tests."""
+    sections.setdefault("graph", {"mode": "eager", "capture_sizes": []})
+    sections.setdefault("cache", {"num_pages": 33, "page_size": 8})
+    sections.setdefault("scheduler", {"max_num_seqs": 4, "max_batch_tokens": 32})
+    return {"compile": {"backend": "eager"}, **sections}
+
+
+def make_engine(device: torch.device, text: bool = False, **sections: Any) -> Engine:
+    return Engine(tiny_model(device), config(**sections), tokenizer=Tokenizer(byte_tokenizer(), TEMPLATE) if text else None)
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is held, and the engine still answers."""
+    assert not engine.has_work
+    engine.scheduler.blocks.check([])
+    (answer,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+    assert len(answer.token_ids) == 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder as Hugging Face writes one."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    model = tiny_model(torch.device("cpu"))
+    save_file({name: view.clone() for name, view in model.hf_state_dict().items() if name != "lm_head.weight"}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 256]}))
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_and_in_a_batch_gets_the_same_tokens(device: torch.device) -> None:
+    engine = make_engine(device)
+    prompts = [prompt_of(n, seed=1) for n in (1, 3, 8, 9, 30)]
+    params = [SamplingParams(max_tokens=6 + i) for i in range(5)]
+    together = engine.generate(prompts, params)
+    assert [len(answer.token_ids) for answer in together] == [6, 7, 8, 9, 10]
+    for prompt, each, answer in zip(prompts, params, together, strict=True):
+        assert engine.generate([prompt], each) == [answer]
+        assert answer.prompt_token_ids == prompt
+    check_idle(engine)
+
+
+def test_one_prompt_need_not_be_in_a_list(device: torch.device) -> None:
+    engine = make_engine(device, text=True)
+    assert engine.generate("ab") == engine.generate(["ab"])
+    assert engine.generate([1, 2]) == engine.generate([[1, 2]])
+    assert engine.generate([]) == []
+
+
+def test_streamed_events_add_up_to_the_completion(device: torch.device) -> None:
+    engine = make_engine(device, text=True)
+    prompts, params = ["a", "héllo 😀", "xyz"], SamplingParams(max_tokens=20)
+    completions = engine.generate(prompts, params)
+    events = list(engine.stream(prompts, params))
+    for index, completion in enumerate(completions):
+        mine = [event for event in events if event.index == index]
+        assert "".join(event.text for event in mine) == completion.text
+        assert [token for event in mine for token in event.token_ids] == completion.token_ids
+        assert [event.finish_reason for event in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+        assert completion.text == engine.tokenizer.decode(completion.token_ids)
+    assert [event.index for event in events][:3] == [0, 1, 2], "the answers grow together"
+
+
+def test_two_streams_may_run_interleaved(device: torch.device) -> None:
+    engine = make_engine(device)
+    params = SamplingParams(max_tokens=5)
+    first, second = engine.stream([[1, 2]], params), engine.stream([[3]], params)
+    pairs = list(zip(first, second, strict=True))
+    assert [a.token_ids[0] for a, _ in pairs] == engine.generate([[1, 2]], params)[0].token_ids
+    assert [b.token_ids[0] for _, b in pairs] == engine.generate([[3]], params)[0].token_ids
+
+
+def test_leaving_a_stream_ends_its_requests(device: torch.device) -> None:
+    engine = make_engine(device)
+    stream = engine.stream([[1, 2], [3]], SamplingParams(max_tokens=50))
+    next(stream)
+    stream.close()
+    while engine.has_work:  # a step may still be in flight
+        engine.step()
+    check_idle(engine)
+
+
+def test_aborting_one_request_leaves_the_others(device: torch.device) -> None:
+    engine = make_engine(device)
+    params = SamplingParams(max_tokens=8)
+    alone = engine.generate([[5, 6]], params)[0]
+    gone, kept = engine.submit([1, 2, 3], params), engine.submit([5, 6], params)
+    engine.step()
+    engine.abort(gone)
+    engine.abort(gone)
+    while not kept.finished:
+        engine.step()
+    assert kept.completion() == alone
+    assert gone.completion().finish_reason == "abort"
+    while engine.has_work:
+        engine.step()
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stop_string_ends_the_answer_before_it(device: torch.device, overlap: bool) -> None:
+    engine = make_engine(device, text=True, scheduler={"max_num_seqs": 4, "max_batch_tokens": 32, "overlap": overlap})
+    full = engine.generate(["ab"], SamplingParams(max_tokens=30))[0]
+    stop = full.text[6:9]
+    assert stop.strip("\ufffd"), "the test needs text that can be found"
+    cut = engine.generate(["ab"], SamplingParams(max_tokens=30, stop=stop))[0]
+    assert cut.finish_reason == "stop"
+    assert cut.text == full.text[: full.text.index(stop)]
+    assert full.token_ids[: len(cut.token_ids)] == cut.token_ids, "not one token more than it took to see the stop string"
+    assert stop in engine.tokenizer.decode(cut.token_ids) and stop not in engine.tokenizer.decode(cut.token_ids[:-1])
+    check_idle(engine)
+
+
+def test_end_of_sequence_stops_unless_ignored(device: torch.device, folder: Path) -> None:
+    plain = make_engine(device).generate([[1]], SamplingParams(max_tokens=40))[0].token_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain[20], 256]}))
+    engine = Engine(folder, config(model={"device": device.type, "dtype": "float32"}))
+    first = plain.index(plain[20])
+    answer = engine.generate([[1]], SamplingParams(max_tokens=40))[0]
+    assert (answer.token_ids, answer.finish_reason) == (plain[: first + 1], "stop")
+    answer = engine.generate([[1]], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    assert (answer.token_ids, answer.finish_reason) == (plain, "length")
+
+
+def test_seeds_make_draws_repeatable_and_independent_of_the_batch(device: torch.device) -> None:
+    engine = make_engine(device)
+    hot = SamplingParams(temperature=2.0, max_tokens=20, seed=11)
+    alone = engine.generate([[1, 2]], hot)[0].token_ids
+    others = [SamplingParams(temperature=1.5, top_k=5, top_p=0.9, max_tokens=9, seed=i) for i in range(3)]
+    batch = engine.generate([[3], [1, 2], [4], [5]], [others[0], hot, others[1], others[2]])
+    assert batch[1].token_ids == alone
+    assert engine.generate([[1, 2]], SamplingParams(temperature=2.0, max_tokens=20, seed=12))[0].token_ids != alone
+    unseeded = SamplingParams(temperature=2.0, max_tokens=20)
+    twice = engine.generate([[1, 2], [1, 2]], unseeded)
+    assert twice[0].token_ids != twice[1].token_ids, "requests without a seed do not all draw the same"
+
+
+def test_a_prefix_in_the_cache_changes_no_token(device: torch.device) -> None:
+    for length in (7, 8, 9, 16, 17):
+        engine = make_engine(device)
+        params = SamplingParams(max_tokens=6)
+        first = engine.generate([prompt_of(length)], params)
+        assert engine.stats()["cached_tokens"] == 0
+        assert engine.generate([prompt_of(length)], params) == first
+        assert engine.stats()["cached_tokens"] == (length - 1) // 8 * 8
+
+
+def test_chat_uses_the_template(device: torch.device) -> None:
+    engine = make_engine(device, text=True)
+    answer = engine.generate(["hi"], SamplingParams(max_tokens=2), chat=True)[0]
+    assert engine.tokenizer.decode(answer.prompt_token_ids) == "[user]hi[assistant]"
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([1, 320], r"prompt\[1\]: expected a token id from 0 to 319, got 320"),
+        ([-1], r"prompt\[0\]: expected a token id from 0 to 319, got -1"),
+        ([1, "a"], r"prompt\[1\]: expected a token id, got 'a'"),
+        ([1.5], r"prompt\[0\]: expected a token id, got 1.5"),
+        ([True], r"prompt\[0\]: expected a token id, got True"),
+        (list(range(300)), r"300 tokens and needs 38 pages of 8; the cache has 32 \(cache.num_pages = 33"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_alone(device: torch.device, prompt: Any, message: str) -> None:
+    engine = make_engine(device, text=True)
+    params = SamplingParams(max_tokens=3)
+    good = engine.generate([[1, 2]], params)[0]
+    with pytest.raises(RequestError, match=f"prompt 1: .*{message}"):
+        engine.generate([[1, 2], prompt], params)
+    check_idle(engine)
+    refused, served = engine.generate([prompt, [1, 2]], params, on_error="return")
+    assert served == good
+    assert refused.finish_reason == "error" and refused.token_ids == [] and "prompt 0: " in str(refused.error)
+    events = list(engine.stream([prompt, [1, 2]], params, on_error="return"))
+    assert events[0] == Event(0, "", [], "error", refused.error)
+    check_idle(engine)
+
+
+def test_text_without_a_tokenizer_is_refused(device: torch.device) -> None:
+    engine = make_engine(device)
+    with pytest.raises(RequestError, match="no tokenizer"):
+        engine.generate(["hi"])
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        engine.generate([[1]], SamplingParams(stop="x"))
+    check_idle(engine)
+
+
+def test_params_must_match_the_prompts(device: torch.device) -> None:
+    engine = make_engine(device)
+    with pytest.raises(ValueError, match=r"params: expected one SamplingParams or one per prompt \(2\), got 1"):
+        engine.generate([[1], [2]], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0), ("top_p", 1.5),
+     ("max_tokens", 0), ("seed", -1), ("stop", ""), ("stop", ["a", ""]), ("top_q", 1)],
+)  # fmt: skip
+def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"grap": {}}, "grap: unknown key; did you mean graph"),
+        ({"graph": {"mod": "full"}}, "graph.mod: unknown key; did you mean graph.mode"),
+        ({"cache": {"num_pages": 1}}, "cache.num_pages: expected at least 2"),
+        ({"cache": {"page_size": 0}}, "cache.page_size"),
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
+    ],
+)
+def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(tiny_model(torch.device("cpu")), sections)
+
+
+def test_no_model_and_no_device_are_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"model.path: expected a Hugging Face folder"):
+        Engine(config=config())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"model.device: .*cuda"):
+        Engine(folder, config(model={"device": "cuda"}))
+    with pytest.raises(ConfigError, match=r"model.device"):
+        Engine(folder, config(model={"device": "tpu"}))
+    with pytest.raises(ConfigError, match=r"model.dtype"):
+        Engine(folder, config(model={"dtype": "int8"}))
+
+
+def test_missing_and_truncated_checkpoints_are_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Engine(tmp_path / "nowhere", config())
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for file in folder.iterdir():
+        (cut / file.name).write_bytes(file.read_bytes())
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[: len(data) - 100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        Engine(cut, config())
+
+
+# -- failures --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_fails_leaves_the_engine_usable(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, where: str, overlap: bool
+) -> None:
+    engine = make_engine(device, scheduler={"max_num_seqs": 2, "max_batch_tokens": 32, "overlap": overlap})
+    good = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    calls = 0
+    real = getattr(engine.runner, where)
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("the device is on fire")
+        return real(*arguments)
+
+    monkeypatch.setattr(engine.runner, where, failing)
+    running = [engine.submit(prompt_of(9), SamplingParams(max_tokens=30)) for _ in range(2)]
+    waiting = engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
+    with pytest.raises(RuntimeError, match="on fire"):
+        while not waiting.finished:
+            engine.step()
+    assert [answer.completion().finish_reason for answer in running] == ["error", "error"]
+    while not waiting.finished:
+        engine.step()
+    assert waiting.completion() == good[0]
+    check_idle(engine)
+
+
+def test_a_model_taken_over_by_another_engine_is_noticed(device: torch.device) -> None:
+    model = tiny_model(device)
+    first = Engine(model, config())
+    second = Engine(model, config())
+    with pytest.raises(RuntimeError, match="another engine"):
+        first.generate([[1]], SamplingParams(max_tokens=2))
+    assert len(second.generate([[1]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_statistics_count_tokens_and_modes(device: torch.device) -> None:
+    engine = make_engine(device, graph={"mode": "full", "capture_sizes": [1, 2, 4], "max_tokens": 8})
+    engine.generate([prompt_of(20), prompt_of(3)], SamplingParams(max_tokens=5))
+    stats = engine.stats()
+    assert stats["prompt_tokens"] == 23 and stats["generated_tokens"] == 10
+    steps = stats["modes"]["steps"]
+    assert sum(steps["full"].values()) >= 4 and sum(sum(by_size.values()) for by_size in steps.values()) == stats["steps"]
+
+
+def test_completions_are_plain_data() -> None:
+    assert Completion("a", [1], "stop", [2]) == Completion("a", [1], "stop", [2])
