@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 _ALIGN = 256  # bytes; what the device allocator gives, and TMA and vector loads want at least 16
+_MAX_VIEWS = 1024  # sets of views remembered; steps that run eager come in any combination of sizes
 _NUMPY = {
     torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32,
     torch.int64: np.int64, torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
@@ -113,6 +114,8 @@ class Arena:
         """The inputs at these sizes, contiguous, in the order of the specs given. The addresses never change."""
         key = self._key(sizes)
         if key not in self._views:
+            if len(self._views) > _MAX_VIEWS:
+                self._views.clear()
             for name, value in zip(self._size_names, key, strict=True):
                 if value > self.largest[name]:
                     raise ValueError(f"{name}: {value} is above the arena's largest, {self.largest[name]}")
@@ -163,7 +166,9 @@ class Arena:
                     _fill_numpy(array, axis, used, spec)
             if array.nbytes:
                 end = self._offsets[name] + array.nbytes
-            self._dirty[name] = array.shape[0] if array.ndim else 0
+            if spec.dynamic == [0]:
+                used = real[spec.shape[0].name] + spec.shape[0].extra  # type: ignore[union-attr]
+                self._dirty[name] = used if self._dirty[name] <= array.shape[0] else self._dirty[name]
         self._block[:end].copy_(staging.block[:end], non_blocking=True)
         if staging.event is not None:
             staging.event.record()
@@ -176,15 +181,33 @@ class Arena:
         """Copy tensors (on any device, at the real sizes) in and complete the tails. A value that is the arena's own memory
         already is not copied. Returns the device views at the padded sizes.
         """
-        heads, views = self.views(real), self.views(padded)
+        if self.device.type == "cuda" and any(value.device.type == "cpu" for value in values.values()):
+            values = self._upload_tensors(values, real, padded)
+        views = self.views(padded)
         for name, value in values.items():
-            head = heads[name]
-            if value.data_ptr() != head.data_ptr() or value.stride() != head.stride():
-                self._head(name, views[name], real).copy_(value, non_blocking=True)
-        for name, spec in self.specs.items():
-            if spec.dynamic:
-                self._fill_tail(name, spec, views[name], real)
+            head = self._head(name, views[name], real)
+            if value.data_ptr() == head.data_ptr():
+                if value.stride() == head.stride():
+                    value = None
+                else:  # the same memory laid out for another size: the copy would read what it has just written
+                    value = value.clone()
+            if value is not None:
+                head.copy_(value, non_blocking=True)
+            if self.specs[name].dynamic:
+                self._fill_tail(name, self.specs[name], views[name], real)
         return views
+
+    def _upload_tensors(
+        self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Host tensors go through the staging buffer, in one copy. Returns the values that are on the device."""
+        arrays = self.host(padded)
+        for name, value in values.items():
+            if value.device.type == "cpu":
+                source = value.detach().view(torch.uint16) if value.dtype is torch.bfloat16 else value.detach()
+                arrays[name][tuple(slice(n) for n in value.shape)] = source.numpy()
+        self.upload(real, padded)
+        return {name: value for name, value in values.items() if value.device.type != "cpu"}
 
     def _head(self, name: str, view: torch.Tensor, real: Mapping[str, int]) -> torch.Tensor:
         for axis in self.specs[name].dynamic:
@@ -227,6 +250,18 @@ class Arena:
                 for axis in spec.dynamic:
                     dim = spec.shape[axis]
                     view.narrow(axis, real[dim.name] + dim.extra, padded[dim.name] - real[dim.name]).fill_(math.nan)  # type: ignore[union-attr]
+                self.touched([name])
+
+    def shake_tails(self, names: Iterable[str], real: Mapping[str, int], padded: Mapping[str, int]) -> None:
+        """Other padding than declared into the integer inputs of these names: the last real row, again and again."""
+        for name in names:
+            spec = self.specs[name]
+            if not spec.dtype.is_floating_point:
+                for axis in spec.dynamic:
+                    dim = spec.shape[axis]
+                    used = real[dim.name] + dim.extra  # type: ignore[union-attr]
+                    if used < self.views(padded)[name].shape[axis]:
+                        _fill_torch(self.views(padded)[name], axis, used, replace(spec, pad="last"))
                 self.touched([name])
 
     def owner_of(self, tensor: torch.Tensor) -> str | None:

@@ -259,7 +259,9 @@ class _Capture:
                 if key not in self.addresses or kind == "split":
                     label = path if kind == "split" else f"{name.removeprefix('aten.')} {path}"
                     key = key if kind == "graph" else (segment, len(self.addresses))
-                    self.addresses[key] = Address(segment, name if kind == "split" else kind, label, origin.owner, origin.producer, t.data_ptr())
+                    self.addresses[key] = Address(
+                        segment, name if kind == "split" else kind, label, origin.owner, origin.producer, t.data_ptr()
+                    )
         if kind == "split":
             return
         for t in _written(op, args, kwargs):

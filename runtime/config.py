@@ -43,7 +43,9 @@ class _Section(BaseModel):
 
 class GraphConfig(_Section):
     mode: Literal["auto", "full", "piecewise", "eager"] = Field("auto", description="auto: measured per size; else pinned")
-    capture_sizes: Sizes = Field("auto", description='token counts to capture, or "auto"; max_tokens and max_num_seqs are always added; [] turns graphs off')
+    capture_sizes: Sizes = Field(
+        "auto", description='token counts to capture, or "auto"; max_tokens and max_num_seqs are always added; [] turns graphs off'
+    )
     max_tokens: PositiveInt = Field(512, description="largest captured step, in tokens")
     capture: Literal["warmup", "lazy"] = Field("warmup", description="warmup: all sizes at start; lazy: a size after it has been hot")
     memory_budget: Bytes = Field(1 << 30, description='bytes the graph pool may hold, e.g. "1GiB"')
@@ -51,29 +53,43 @@ class GraphConfig(_Section):
         "contract",
         description="off: nothing at replay; contract: caller pointers and parameter sweep; poison: also NaN in float padding, the contract re-proved",
     )
-    on_capture_error: Literal["fallback", "raise"] = Field("fallback", description="fallback: said and counted, the size runs in another mode")
+    on_capture_error: Literal["fallback", "raise"] = Field(
+        "fallback", description="fallback: said and counted, the size runs in another mode"
+    )
     on_moved_weight: Literal["recapture", "raise"] = Field("recapture", description="what to do when a parameter's address changed")
-    fresh_split_outputs: Literal["refuse", "copy"] = Field("refuse", description="a splitting op that returns new tensors: refuse it, or copy into the pool")
+    fresh_split_outputs: Literal["refuse", "copy"] = Field(
+        "refuse", description="a splitting op that returns new tensors: refuse it, or copy into the pool"
+    )
     histogram: str = Field("", description='file of step sizes for the size planner; "" is the built-in one')
     full_sizes: Sizes = Field("auto", description="sizes captured as full graphs, when they should differ from capture_sizes")
+    max_graphs: PositiveInt = Field(32, description='sizes that "auto" plans; more only where more are required')
+    cost_table: str = Field("", description='file that keeps measured costs for the next start; "" keeps none')
 
 
 class CompileConfig(_Section):
-    backend: Literal["inductor", "eager"] = Field("inductor", description="inductor needs a C++ compiler on the CPU; eager compiles nothing")
-    splitting_ops: list[str] = Field(["tkernels::paged_attention_out"], description="ops that cut the step into pieces; they run between the graphs")
+    backend: Literal["inductor", "eager"] = Field(
+        "inductor", description="inductor needs a C++ compiler on the CPU; eager compiles nothing"
+    )
+    splitting_ops: list[str] = Field(
+        ["tkernels::paged_attention_out"], description="ops that cut the step into pieces; they run between the graphs"
+    )
     split: Literal["auto", "fx", "capture"] = Field("auto", description="fx: cut the traced graph; capture: cut while capturing")
     compile_sizes: list[PositiveInt] = Field([], description="token counts compiled on their own, beside the general shape")
 
 
 class CacheConfig(_Section):
     page_size: PositiveInt = Field(16, description="tokens a page of the KV cache holds")
-    num_pages: Literal["auto"] | PositiveInt = Field("auto", description="pages in all, the reserved page 0 included; auto: from free memory")
+    num_pages: Literal["auto"] | PositiveInt = Field(
+        "auto", description="pages in all, the reserved page 0 included; auto: from free memory"
+    )
     dtype: Literal["auto", "float16", "bfloat16", "float32", "fp8_e4m3"] = Field("auto", description="auto: the model's")
     prefix_cache: bool = Field(True, description="reuse pages of equal prompt prefixes")
 
 
 class SchedulerConfig(_Section):
-    policy: Literal["cost", "static"] = Field("cost", description="cost: steps are composed by the measured cost table; static: fixed budget")
+    policy: Literal["cost", "static"] = Field(
+        "cost", description="cost: steps are composed by the measured cost table; static: fixed budget"
+    )
     max_num_seqs: PositiveInt = Field(256, description="requests running at once")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens in one step")
     max_context: int = Field(0, ge=0, description="tokens of one request, prompt and answer; 0: as many as the model takes")

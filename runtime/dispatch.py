@@ -128,7 +128,10 @@ class Dispatcher:
             others.append(Alternative(mode, size, None, f"not captured: {why}"))
         if not legal:
             largest = max((size for _, size in candidates.graphs), default=0)
-            return eager(f"no captured size holds {n} {self.token} (largest: {largest})" if not candidates.exact else f"no graph of exactly {n}", others)
+            return eager(
+                f"no captured size holds {n} {self.token} (largest: {largest})" if not candidates.exact else f"no graph of exactly {n}",
+                others,
+            )
         legal.sort()
         _, mode, size = legal[0]
         ms = self.table.ms.get((key, mode, size))

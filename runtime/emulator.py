@@ -123,8 +123,8 @@ class EmulatedGraph:
             raise CaptureError("capture_end called before capture_begin")
         if self._pool._modes[0].depth:
             raise CaptureError(
-                "a splitting op inside a compiled piece: the emulator cannot cut compiled code; compile the pieces apart (split = \"fx\") "
-                "or use compile.backend = \"eager\""
+                'a splitting op inside a compiled piece: the emulator cannot cut compiled code; compile the pieces apart (split = "fx") '
+                'or use compile.backend = "eager"'
             )
         self._pool._modes[0].graph = None
         if self._poison is not None:
@@ -260,7 +260,9 @@ class _ReadBackMode(TorchFunctionMode):
         graph = self.tape_mode.graph
         if func in _READS_BACK and graph is not None and not self.tape_mode.depth:
             name = getattr(func, "__name__", str(func))
-            raise graph.poison(CaptureError(f"Tensor.{name}: reads a tensor's values on the host, which a graph cannot hold; keep it out of the step"))
+            raise graph.poison(
+                CaptureError(f"Tensor.{name}: reads a tensor's values on the host, which a graph cannot hold; keep it out of the step")
+            )
         return func(*args, **(kwargs or {}))
 
 

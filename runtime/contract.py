@@ -1,0 +1,166 @@
+"""The proof of a captured step, made right after its capture.
+
+The step's replay is compared with the same callable not captured, bit for bit, on two sets of inputs: a full one and one with a
+padded tail. Meanwhile the eager allocator hands out other addresses than at capture, and the graph's outputs are overwritten
+first. So a graph that reads memory nobody refills, an eager gap whose result lands elsewhere, or an output that is not written
+shows here and not in serving. Then the padding is shaken (NaN in float tails, other values in integer tails that have no declared
+one): if a real row changes, the module mixes rows, and it is only served at exact sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from runtime.arena import Arena
+from runtime.capture import CapturedStep
+from runtime.graph import CaptureError, Pool
+from runtime.outputs import OutputDims, cut_to_real
+
+Call = Callable[[Mapping[str, torch.Tensor]], Any]
+_RESTORED_BYTES = 256 << 20  # persistent tensors up to this size are put back where a step that is run twice differs from one run once
+
+
+@dataclass
+class Inputs:
+    """A set of inputs that can be put into the arena again and again. real: its sizes; padded: the graph's."""
+
+    values: Mapping[str, torch.Tensor]
+    real: Mapping[str, int]
+    padded: Mapping[str, int]
+
+    def load(self, arena: Arena) -> Mapping[str, torch.Tensor]:
+        arena.touched(arena.names)
+        return arena.load(self.values, self.real, self.padded)
+
+
+def prove(step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Arena, pool: Pool, name: str) -> frozenset[str]:
+    """Compare replays with the callable not captured. Returns the arena inputs that the step writes into.
+
+    Raises CaptureError naming the step and the output that differs. Leaves the arena with the last set of inputs.
+    """
+    mutated: set[str] = set(step.mutated)
+    for given in inputs:
+        problem = _compare(step, reference, given, arena, pool, mutated, {})
+        if problem and step.written:
+            # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
+            small = {n: t for n, t in step.written.items() if t.nbytes <= _RESTORED_BYTES}
+            problem = _compare(step, reference, given, arena, pool, mutated, small)
+        if problem:
+            raise CaptureError(f"{name}: {problem}")
+    step.verified()
+    return frozenset(mutated)
+
+
+def _compare(
+    step: CapturedStep, reference: Call, given: Inputs, arena: Arena, pool: Pool, mutated: set[str], state: Mapping[str, torch.Tensor]
+) -> str:
+    saved = {n: t.clone() for n, t in state.items()}
+
+    def restore() -> None:
+        for n, t in saved.items():
+            state[n].copy_(t)
+
+    views = given.load(arena)
+    before = {n: v.clone() for n, v in views.items()}
+    expected = _clone(reference(views))
+    after = {n: v.clone() for n, v in views.items()}
+    mutated |= {n for n, v in views.items() if not same_bits(v, before[n])}
+    state_after = {n: t.clone() for n, t in state.items()}
+    restore()
+    given.load(arena)
+    held = pool.perturb()
+    _overwrite(step, pool)
+    step.replay()
+    pool.synchronize()
+    del held
+    for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(step.output), strict=True)):
+        if isinstance(want, torch.Tensor) and not same_bits(want, got):
+            problem = f"output {i} of the replay differs from the same callable not captured ({difference(want, got)})"
+            restore()
+            given.load(arena)
+            again = pytree.tree_leaves(reference(views))[i]
+            if not same_bits(want, again):
+                problem += "; but so does the callable from itself when it is called twice: it draws random numbers or depends on state"
+            return problem
+    for n, v in views.items():
+        if not same_bits(v, after[n]):
+            return f"input {n}: the replay writes other values into it than the same callable not captured"
+    for n, t in state.items():
+        if not same_bits(t, state_after[n]):
+            return f"{n}: the replay leaves other values in it than the same callable not captured"
+    return ""
+
+
+def _overwrite(step: CapturedStep, pool: Pool) -> None:
+    """Junk into the outputs, so that one which the replay does not write cannot pass with the values of its capture."""
+    for leaf in pytree.tree_leaves(step.output):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and pool.owns(leaf):
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                leaf.fill_(float("nan"))
+            else:
+                leaf.fill_(1)
+
+
+def rows_mix(reference: Call, given: Inputs, arena: Arena, dims: OutputDims, declared: Mapping[str, Any]) -> str:
+    """Why a change of the padding changes real rows, or "". declared: inputs whose padding value the user gave."""
+    views = given.load(arena)
+    plain = _clone(cut_to_real(reference(views), dims, given.real))
+    views = given.load(arena)
+    arena.poison_tails(given.real, given.padded)
+    arena.shake_tails([n for n in arena.names if n not in declared], given.real, given.padded)
+    shaken = cut_to_real(reference(views), dims, given.real)
+    arena.touched(arena.names)
+    for i, (want, got) in enumerate(zip(pytree.tree_leaves(plain), pytree.tree_leaves(shaken), strict=True)):
+        if isinstance(want, torch.Tensor) and not same_bits(want, got):
+            return f"output {i}: real rows change with what the padding rows hold ({difference(want, got)})"
+    return ""
+
+
+def differs_from_module(reference: Call, module: Call, given: Inputs, arena: Arena, dims: OutputDims) -> str:
+    """Why the padded callable is not the module at the real size, by tolerance, or "". Only float outputs can be compared so."""
+    got = _clone(cut_to_real(reference(given.load(arena)), dims, given.real))
+    exact = Inputs(given.values, given.real, given.real)
+    want = cut_to_real(module(exact.load(arena)), dims, given.real)
+    arena.touched(arena.names)
+    for i, (a, b) in enumerate(zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True)):
+        if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a.numel() and not _close(a, b):
+            return f"output {i}: rows of the padded step differ from the module at the real size ({difference(a, b)})"
+    return ""
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Within what a GEMM of another shape may change: 64 roundings of the largest value in the tensor."""
+    scale = a.float().nan_to_num(0, 0, 0).abs().max().item()
+    limit = 64 * torch.finfo(a.dtype).eps * max(scale, 1e-6)
+    return bool(torch.isclose(a.float(), b.float(), rtol=0.0, atol=limit, equal_nan=True).all())
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits; a NaN equals the same NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    bits = _BITS[a.element_size()]
+    return bool(torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)))
+
+
+def difference(want: torch.Tensor, got: torch.Tensor) -> str:
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"{list(want.shape)} {want.dtype} against {list(got.shape)} {got.dtype}"
+    apart = want.ne(got) & ~(want.isnan() & got.isnan())
+    rows = apart.reshape(apart.shape[0], -1).any(1) if apart.ndim else apart.reshape(1)
+    gap = (want.double() - got.double()).abs().nan_to_num(float("inf")).max().item() if want.numel() else 0.0
+    return f"{int(rows.sum())} of {rows.numel()} rows, by up to {gap:.3g}"
+
+
+def _clone(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.clone, tree)

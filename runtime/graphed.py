@@ -1,0 +1,373 @@
+"""``graphed(module, config, …)``: any module, served by captured steps where they are faster.
+
+    fast = graphed(module, {"graph": {"max_tokens": 64}}, dynamic={"x": 0})
+    print(fast.warmup(x))       # captures, proves, measures; a first call without it warms up on its own arguments
+    y = fast(x)                 # like module(x): the cheapest legal captured step, or eager
+
+Inference only: calls run without gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from runtime import sizes as sizing
+from runtime.binding import Binding, Call, Dynamic, key_text
+from runtime.config import RuntimeConfig
+from runtime.contract import same_bits
+from runtime.dispatch import Decision, Dispatcher
+from runtime.graph import CaptureError
+from runtime.measure import CostTable, fingerprint
+from runtime.outputs import Borrowed
+from runtime.plan import Plan
+from runtime.steps import Captured, KeySteps, Representative, Steps
+from runtime.warmup import Progress, capture_all, measure_all, publish, resized, warm_up
+
+MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+_HOT = 8  # steps after which a lazily captured size is worth its capture
+
+
+def graphed(
+    module: torch.nn.Module,
+    config: RuntimeConfig | Mapping[str, Any] | str | Path,
+    *,
+    dynamic: Dynamic = {"input_ids": 0},  # noqa: B006  never written
+    pad: Mapping[str, float | int | str] = {"slot_mapping": -1},  # noqa: B006
+    bounds: Mapping[str, int] = {},  # noqa: B006
+    static: Iterable[str] = (),
+    borrow: bool = False,
+) -> GraphedModule:
+    """Wrap a module so that its calls run as captured steps where that is faster.
+
+    dynamic: argument -> the dimension that is the token count, or {dimension: size name}, a name such as "tokens", "seqs" or
+        "seqs+1". The first name given is the size of a step. Nested tensors are named "batch.ids", "caches.0.1".
+    pad: argument -> what its padding rows hold: a number (default 0) or "last" (its last real row, for offsets). Entries for
+        arguments that the module does not have are refused, except the default.
+    bounds: the largest value of another named size; at token size N it is padded to min(N, bound).
+    static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
+    borrow: outputs are the graph's own memory, not copies; using one after a later step has overwritten it raises.
+    """
+    return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds, static=static, borrow=borrow)
+
+
+class GraphedModule(torch.nn.Module):
+    """A module served by captured steps. Its parameters, buffers and state_dict are the module's own. See ``graphed``."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: RuntimeConfig,
+        *,
+        dynamic: Dynamic,
+        pad: Mapping[str, Any],
+        bounds: Mapping[str, int],
+        static: Iterable[str],
+        borrow: bool,
+    ) -> None:
+        super().__init__()
+        # The same dictionaries: whatever is done to the parameters of one is done to those of the other.
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.__dict__["module"] = module  # past __setattr__, which would make it a submodule and change the state_dict
+        self.config = config
+        self.borrow = borrow
+        self._binding = Binding(module.forward, dynamic)
+        names = set(self._binding._all)
+        self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
+        self._bounds, self._static = dict(bounds), tuple(static)
+        self._steps: Steps | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._texts: dict[tuple[Any, ...], str] = {}
+        self._lock = threading.RLock()
+        self._hot: Counter[tuple[tuple[Any, ...], int]] = Counter()
+        self._lists: dict[str, list[int]] = {}
+        self.plan: Plan | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"], name)
+
+    # -- set-up ---------------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, example: Call) -> tuple[Steps, Dispatcher]:
+        if self._steps is None or self._dispatcher is None:
+            device = next((t.device for t in self._module_tensors()), next(iter(example.tensors.values())).device)
+            self._steps = Steps(self.module, self.config, self._binding, self._pad, self._bounds, self._static, device)
+            table, reason = self._load_costs(device)
+            if reason:
+                self._steps.remark(reason)
+            self._dispatcher = Dispatcher(table, mode=self.config.graph.mode, token=self._binding.token)
+            self._lists = self._plan_sizes()
+        return self._steps, self._dispatcher
+
+    def _module_tensors(self) -> Iterable[torch.Tensor]:
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+
+    def _shape_text(self) -> str:
+        """Changes with everything that a measured cost depends on, apart from device and versions."""
+        digest = hashlib.sha256()
+        for name, t in self.module.state_dict().items():
+            digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        digest.update(repr((self.config.compile, self._binding.dims, self._bounds)).encode())
+        return f"{type(self.module).__name__} {digest.hexdigest()[:16]}"
+
+    def _load_costs(self, device: torch.device) -> tuple[CostTable, str]:
+        valid_for = fingerprint(device, self._shape_text())
+        path = self.config.graph.cost_table
+        table, reason = CostTable.load(path, valid_for) if path else (None, "")
+        return table or CostTable(valid_for), reason
+
+    def _plan_sizes(self) -> dict[str, list[int]]:
+        graph = self.config.graph
+        histogram = sizing.load_histogram(graph.histogram) if graph.histogram else None
+        lists: dict[str, list[int]] = {}
+        assert self._steps is not None
+        for mode, configured in (("piecewise", graph.capture_sizes), ("full", graph.full_sizes)):
+            if mode == "full" and configured == "auto":
+                configured = graph.capture_sizes
+            chosen, remark = sizing.capture_sizes(
+                configured, max_tokens=graph.max_tokens, max_num_seqs=self.config.scheduler.max_num_seqs,
+                max_graphs=graph.max_graphs, histogram=histogram,
+            )  # fmt: skip
+            if remark:
+                self._steps.remark(remark)
+            if graph.mode in ("auto", mode):
+                lists[mode] = chosen
+        return lists
+
+    def warmup(
+        self,
+        *args: Any,
+        make_inputs: MakeInputs | None = None,
+        keys: Iterable[Mapping[str, Any]] = ({},),
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> Plan:
+        """Capture, prove and time every size; return the plan.
+
+        Give one representative step as arguments, which is cut to smaller sizes and padded to larger ones. Or give
+        ``make_inputs(size, key) -> (args, kwargs)``, called for each of ``keys`` (dicts of host values), so that every size is
+        timed on real lengths; it returns None for a size that does not occur with that key. Call again to add keys.
+        The inputs must be harmless to run: captures and timings run them many times.
+        """
+        with self._lock:
+            representatives: list[tuple[Call, Representative]] = []
+            if make_inputs is not None:
+                if args or kwargs:
+                    raise TypeError("warmup: expected a representative step or make_inputs, got both")
+                representatives = [self._made(make_inputs, dict(key)) for key in keys]
+            else:
+                example = self._binding.read(args, kwargs)
+                if example.sizes[self._binding.token] == 0:
+                    raise ValueError("warmup: expected a representative step with at least one token, got an empty one")
+                self._prepare(example)
+                representatives = [(example, self._resizer(example))]
+            if not representatives:
+                raise ValueError("warmup: expected at least one key, got none")
+            steps, dispatcher = self._prepare(representatives[0][0])
+            self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
+            if self.config.graph.cost_table:
+                dispatcher.table.save(self.config.graph.cost_table)
+            return self.plan
+
+    def _resizer(self, example: Call) -> Representative:
+        return lambda size: resized(example, self._steps, size)  # type: ignore[arg-type]
+
+    def _made(self, make_inputs: MakeInputs, key: dict[str, Any]) -> tuple[Call, Representative]:
+        token = self._binding.token
+
+        def representative(size: int) -> Call | None:
+            made = make_inputs(size, key)
+            if made is None:
+                return None
+            call = self._binding.read(made[0], made[1])
+            if call.sizes[token] != size:
+                raise ValueError(f"make_inputs: asked for {size} {token}, got {call.sizes[token]}")
+            return call
+
+        for size in (8, 2, 1, *sorted({s for list_ in self._lists.values() for s in list_}), self.config.graph.max_tokens):
+            example = representative(size) if size <= self.config.graph.max_tokens else None
+            if example is not None:
+                return example, representative
+        raise ValueError(f"make_inputs: gave None for every size with key {key}")
+
+    # -- calls ----------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            call = self._binding.read(args, kwargs)
+            if self._steps is None:
+                if call.sizes[self._binding.token] == 0:
+                    return self.module(*args, **kwargs)
+                self.warmup(*args, **kwargs)
+            steps, dispatcher = self._steps, self._dispatcher
+            assert steps is not None and dispatcher is not None
+            key = steps.keys.get(call.host)
+            illegal = "" if key is None else _illegal(key, call)
+            decision = dispatcher.dispatch(self._text(call.host), call.sizes, illegal)
+            if key is None:
+                return self.module(*args, **kwargs)
+            if decision.mode == "eager":
+                if self.config.graph.capture == "lazy":
+                    self._note_hot(key, call)
+                return self._run_eager(key, call, illegal)
+            return self._replay(key, key.captured[decision.mode, decision.size], call)
+
+    def _text(self, host: tuple[Any, ...]) -> str:
+        text = self._texts.get(host)
+        if text is None:
+            text = self._texts[host] = key_text(host)
+        return text
+
+    def _run_eager(self, key: KeySteps, call: Call, illegal: str) -> Any:
+        """What was timed as eager: the callable that the graphs were captured from. The module, where that is not made for the call."""
+        device = key.arena.device
+        tensors = {n: t if t.device == device else t.to(device, non_blocking=True) for n, t in call.tensors.items()}
+        if not illegal and call.sizes[self._binding.token]:
+            return key.call(tensors)
+        args, kwargs = self._binding.build(tensors, call.host)
+        return self.module(*args, **kwargs)
+
+    def _replay(self, key: KeySteps, captured: Captured, call: Call) -> Any:
+        steps = self._steps
+        assert steps is not None
+        if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
+            self._moved(moved)
+            return self(*self._binding.build(call.tensors, call.host)[0], **self._binding.build(call.tensors, call.host)[1])
+        real, padded = call.sizes, captured.padded
+        values = call.tensors if not key.static else {n: t for n, t in call.tensors.items() if n in key.specs}
+        views = key.arena.load(values, real, padded)
+        if self.config.graph.check == "poison":
+            self._replay_poisoned(key, captured, views, real)
+        else:
+            captured.step.replay()
+        captured.replays += 1
+        for name in captured.mutated:
+            values[name].copy_(key.arena._head(name, views[name], real))
+            key.arena.touched([name])
+        return self._hand_out(key, captured, real)
+
+    def _replay_poisoned(self, key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:
+        key.arena.poison_tails(real, captured.padded)
+        if captured.mutated or captured.step.written:
+            captured.step.replay()  # running it twice could count twice
+            return
+        expected = pytree.tree_map_only(torch.Tensor, torch.clone, key.call(views))
+        captured.step.replay()
+        for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(captured.step.output), strict=True)):
+            if isinstance(want, torch.Tensor) and not same_bits(want, got):
+                raise CaptureError(f'graph.check = "poison": output {i} of the replay differs from the same callable not captured')
+
+    def _hand_out(self, key: KeySteps, captured: Captured, real: Mapping[str, int]) -> Any:
+        leaves, spec = pytree.tree_flatten(captured.step.output)
+        for i, (leaf, dims) in enumerate(zip(leaves, key.dims, strict=True)):
+            if dims is None:
+                continue
+            for axis, dim in dims.items():
+                leaf = leaf.narrow(axis, 0, real[dim.name] + dim.extra)
+            if self.borrow:
+                now = captured.replays
+                leaves[i] = Borrowed.over(leaf, lambda now=now: captured.replays != now)
+            else:
+                leaves[i] = leaf.clone()
+        return pytree.tree_unflatten(leaves, spec)
+
+    # -- changes --------------------------------------------------------------------------------------------------------------
+
+    def _moved(self, name: str) -> None:
+        if self.config.graph.on_moved_weight == "raise":
+            raise CaptureError(
+                f"{name}: it is no longer at the address that the graphs read; call recapture() after changing weights, copy into them "
+                'in place (load_state_dict does), or set graph.on_moved_weight = "recapture"'
+            )
+        self.recapture()
+
+    def _note_hot(self, key: KeySteps, call: Call) -> None:
+        """Lazy capture: the size that would serve this step is captured once it has been asked for often enough."""
+        n = call.sizes[self._binding.token]
+        size = min((s for list_ in self._lists.values() for s in list_ if s >= n), default=0)
+        if not size or n == 0:
+            return
+        self._hot[key.host, size] += 1
+        if self._hot[key.host, size] == _HOT:
+            self._capture_now(key, [(key, mode, size) for mode, list_ in self._lists.items() if size in list_])
+
+    def _capture_now(self, key: KeySteps, todo: list[tuple[KeySteps, str, int]]) -> None:
+        steps, dispatcher = self._steps, self._dispatcher
+        assert steps is not None and dispatcher is not None
+        with self._lock:
+            capture_all(steps, todo)
+            publish(steps, dispatcher)
+            measure_all(steps, dispatcher, {key.host: sorted({size for _, _, size in todo})})
+            dispatcher.changed()
+
+    def recapture(self) -> None:
+        """Capture again what is captured, after weights or caches have moved. Measured costs are kept."""
+        with self._lock:
+            if self._steps is None or self._dispatcher is None:
+                return
+            self._steps.persistent.refresh()
+            had = self._steps.drop_graphs()
+            capture_all(self._steps, had)
+            publish(self._steps, self._dispatcher)
+
+    def reset(self) -> None:
+        """Free all graphs, their memory and the arena. The next call or ``warmup`` starts anew."""
+        with self._lock:
+            if self._steps is not None:
+                self._steps.drop_graphs()
+                self._steps.pool.reset()
+            self._steps = self._dispatcher = self.plan = None
+            self._hot.clear()
+
+    # -- questions ------------------------------------------------------------------------------------------------------------
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The module itself: no graph, no padding."""
+        with torch.no_grad():
+            return self.module(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Decision:
+        """How a call with these arguments would run, with the alternatives and why they were not taken. Counts nothing."""
+        call = self._binding.read(args, kwargs)
+        if self._steps is None or self._dispatcher is None:
+            raise RuntimeError("explain: nothing is captured yet; call warmup first")
+        key = self._steps.keys.get(call.host)
+        return self._dispatcher.decide(self._text(call.host), call.sizes, "" if key is None else _illegal(key, call))
+
+    def stats(self) -> dict[str, Any]:
+        """Steps and padding by mode and size, why steps ran eager, graph and arena bytes."""
+        if self._steps is None or self._dispatcher is None:
+            return {"steps": {}, "graph_bytes": 0}
+        return self._dispatcher.stats() | {
+            "graph_bytes": self._steps.graph_bytes,
+            "arena_bytes": sum(key.arena.nbytes for key in self._steps.keys.values()),
+        }
+
+
+def _illegal(key: KeySteps, call: Call) -> str:
+    """Why no graph of this key may serve the call, or ""."""
+    for name, spec in key.specs.items():
+        tensor = call.tensors.get(name)
+        if tensor is None or tensor.dtype != spec.dtype or tensor.ndim != len(spec.shape):
+            got = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            return f"{name}: the graphs take {[str(d) for d in spec.shape]} {spec.dtype}, got {got}"
+        for n, wanted in zip(tensor.shape, spec.shape, strict=True):
+            if wanted.__class__ is int and n != wanted:
+                return f"{name}: the graphs take {[str(d) for d in spec.shape]}, got {list(tensor.shape)}"
+    for name, tensor in key.static.items():
+        given = call.tensors[name]
+        if given.data_ptr() != tensor.data_ptr() or given.shape != tensor.shape or given.stride() != tensor.stride():
+            return f"{name}: it is static, and not the memory that was captured"
+    return ""

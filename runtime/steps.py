@@ -1,0 +1,237 @@
+"""All captured steps of one module: one set for each key (combination of host values), one step for each (mode, size).
+
+A ``KeySteps`` owns the arena of its inputs, the callable that is captured, the dimensions of its outputs and its captured steps.
+``Steps`` owns what they share: the graph pool, the watched parameters, the splitting ops.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from runtime.arena import Arena, InputSpec
+from runtime.binding import Binding, Call, key_text
+from runtime.capture import CapturedStep, capture_step, make_pool
+from runtime.config import RuntimeConfig
+from runtime.contract import Inputs, differs_from_module, prove, rows_mix
+from runtime.graph import CaptureError
+from runtime.outputs import OutputDims, probe_outputs
+from runtime.persistent import Persistent
+from runtime.split import resolve_ops
+
+Representative = Callable[[int], "Call | None"]
+"""A representative call of a size; None: this size does not occur with this key."""
+
+
+@dataclass(eq=False)
+class Captured:
+    """A step that has passed its proof. mutated: arena inputs that it writes, to be copied back to the caller."""
+
+    step: CapturedStep
+    mutated: frozenset[str]
+    padded: dict[str, int]
+    replays: int = 0
+
+
+@dataclass(eq=False)
+class KeySteps:
+    host: tuple[Any, ...]
+    text: str
+    specs: dict[str, InputSpec]
+    arena: Arena
+    call: Callable[[Mapping[str, torch.Tensor]], Any]
+    """The callable that is captured, on tensors by name."""
+    module_call: Callable[[Mapping[str, torch.Tensor]], Any]
+    dims: OutputDims
+    representative: Representative
+    static: dict[str, torch.Tensor]
+    exact: bool = False
+    captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
+    dropped: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+class Steps:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: RuntimeConfig,
+        binding: Binding,
+        pad: Mapping[str, Any],
+        bounds: Mapping[str, int],
+        static: Iterable[str],
+        device: torch.device,
+    ) -> None:
+        self.module, self.config, self.binding = module, config, binding
+        self.pad, self.bounds, self.static = dict(pad), dict(bounds), frozenset(static)
+        self.device = device
+        self.pool = make_pool(device)
+        self.persistent = Persistent(module)
+        self.keys: dict[tuple[Any, ...], KeySteps] = {}
+        self.remarks: list[str] = []
+        self.splitting = overloads(config.compile.splitting_ops)
+
+    # -- sizes ----------------------------------------------------------------------------------------------------------------
+
+    def padded(self, size: int) -> dict[str, int]:
+        """Every named size of a graph of ``size`` tokens: all that can occur with so many."""
+        token = self.binding.token
+        return {name: size if name == token else min(size, self.bounds.get(name, size)) for name in self.binding.size_names}
+
+    # -- keys -----------------------------------------------------------------------------------------------------------------
+
+    def add_key(self, example: Call, representative: Representative, max_tokens: int) -> KeySteps:
+        """Prepare a key: its arena, its compiled callable, the dimensions of its outputs."""
+        self.binding.check_names(example.tensors, self.pad)
+        static = {n: t for n, t in example.tensors.items() if n in self.static}
+        specs = {}
+        for name, tensor in example.tensors.items():
+            if name not in static:
+                dims = self.binding.dims.get(name, {})
+                where = {axis % tensor.ndim: dim for axis, dim in dims.items()}
+                shape = tuple(where.get(axis, n) for axis, n in enumerate(tensor.shape))
+                specs[name] = InputSpec(name, shape, tensor.dtype, self.pad.get(name, 0))
+        arena = Arena(specs.values(), self.padded(max_tokens), self.device)
+
+        def on_named(fn: Callable[..., Any]) -> Callable[[Mapping[str, torch.Tensor]], Any]:
+            def call(tensors: Mapping[str, torch.Tensor]) -> Any:
+                args, kwargs = self.binding.build({**tensors, **static}, example.host)
+                return fn(*args, **kwargs)
+
+            return call
+
+        module_call = on_named(self.module)
+        call = on_named(self._compiled(example))
+        dims = probe_outputs(module_call, specs, self.device, arena.largest, lambda: self._observe(module_call, example))
+        key = KeySteps(example.host, key_text(example.host), specs, arena, call, module_call, dims, representative, static)
+        self.keys[example.host] = key
+        return key
+
+    def _observe(self, module_call: Callable[..., Any], example: Call) -> tuple[Any, dict[str, int]]:
+        tensors = {n: t.to(self.device) for n, t in example.tensors.items() if n not in self.static}
+        with torch.no_grad():
+            return module_call(tensors), example.sizes
+
+    def _compiled(self, example: Call) -> Callable[..., Any]:
+        """The callable to capture: the module itself, or what runtime/backend.py makes of it."""
+        compile = self.config.compile
+        if compile.backend == "eager" and compile.split != "fx":
+            return self.module
+        from runtime.backend import compile_callable
+
+        tensors = {n: t.to(self.device) for n, t in example.tensors.items()}
+        args, kwargs = self.binding.build(tensors, example.host)
+        dynamic = {name: {axis: str(dim) for axis, dim in dims.items()} for name, dims in self.binding.dims.items() if name in tensors}
+        return compile_callable(self.module, args, kwargs, compile, dynamic)
+
+    # -- one step -------------------------------------------------------------------------------------------------------------
+
+    def inputs(self, key: KeySteps, size: int) -> list[Inputs]:
+        """The sets of inputs a step of this size is captured and proved with: a full one and one with a padded tail."""
+        sets = []
+        for n in dict.fromkeys((size, max(1, size - max(1, size // 4)))):
+            call = key.representative(n)
+            if call is not None:
+                values = {name: t for name, t in call.tensors.items() if name in key.specs}
+                sets.append(Inputs(values, call.sizes, self.padded(size)))
+        return sets
+
+    def capture(self, key: KeySteps, mode: str, size: int) -> Captured:
+        """Capture and prove one step, inside ``pool.session()``. Raises what went wrong; nothing is left of it then."""
+        sets = self.inputs(key, size)
+        views = sets[0].load(key.arena)
+        key.call(views)  # once uncaptured on this stream: library handles, lazy compilation and workspaces come now
+        step = capture_step(
+            self.pool,
+            key.call,
+            (views,),
+            {},
+            splitting=self.splitting if mode == "piecewise" else frozenset(),
+            fresh=self.config.graph.fresh_split_outputs,
+            callers={**views, **key.static},
+            persistent=self.persistent.tensors(),
+        )
+        try:
+            if mode == "piecewise" and len(step.segments) == 1:
+                raise NothingToSplit(
+                    f"no splitting op is called ({', '.join(self.config.compile.splitting_ops) or 'none configured'}), so this is the full graph"
+                )
+            mutated = prove(step, key.call, sets, key.arena, self.pool, f"{mode} at size {size}")
+        except BaseException:
+            step.reset()
+            raise
+        captured = Captured(step, mutated, self.padded(size))
+        key.captured[mode, size] = captured
+        key.dropped.pop((mode, size), None)
+        return captured
+
+    def check_padding(self, key: KeySteps, size: int) -> None:
+        """Find out whether padding changes real rows; if so, the key is served at exact sizes only."""
+        padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
+        for given in padded[-1:]:
+            why = rows_mix(key.call, given, key.arena, key.dims, self.pad)
+            why = why or differs_from_module(key.call, key.module_call, given, key.arena, key.dims)
+            if why:
+                key.exact = True
+                self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
+
+    def drop(self, key: KeySteps, mode: str, size: int, reason: str) -> None:
+        captured = key.captured.pop((mode, size), None)
+        if captured is not None:
+            captured.step.reset()
+        key.dropped[mode, size] = reason
+
+    def failed(self, key: KeySteps, mode: str, size: int, error: Exception) -> None:
+        """A capture failed: raise, or say so once and serve the size in another mode."""
+        if isinstance(error, NothingToSplit):
+            key.dropped[mode, size] = str(error)
+            self.remark(f"piecewise: {error}")
+            return
+        if self.config.graph.on_capture_error == "raise":
+            raise error
+        reason = f"{type(error).__name__}: {error}" if not isinstance(error, CaptureError) else str(error)
+        key.dropped[mode, size] = reason
+        if self.remark(f"{mode} at size {size} was not captured: {reason}"):
+            warnings.warn(f"{mode} graph of size {size} was not captured and runs in another mode: {reason}", stacklevel=4)
+
+    def remark(self, text: str) -> bool:
+        """Note for the plan; True if it is new."""
+        if text in self.remarks:
+            return False
+        self.remarks.append(text)
+        return True
+
+    # -- all of them ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.pool.nbytes()
+
+    def drop_graphs(self) -> list[tuple[KeySteps, str, int]]:
+        """Reset every graph; returns what there was."""
+        had = [(key, mode, size) for key in self.keys.values() for mode, size in key.captured]
+        self.pool.synchronize()
+        for key in self.keys.values():
+            for captured in key.captured.values():
+                captured.step.reset()
+                captured.replays += 1  # whoever borrowed an output must not read it any more
+            key.captured.clear()
+        return had
+
+
+class NothingToSplit(CaptureError):
+    """Piecewise was asked for and the step calls no splitting op."""
+
+
+def overloads(names: Iterable[str]) -> frozenset[Any]:
+    """The op overloads that configured names of splitting ops stand for. A name that is not registered yet gives none."""
+    found: set[Any] = set()
+    for op in resolve_ops(names):
+        namespace, _, name = op.name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            found |= {getattr(packet, overload) for overload in packet.overloads() if op.overload in ("", overload)}
+    return frozenset(found)
