@@ -97,16 +97,16 @@ def _store(ptrs, x, mask):
 
 @triton.jit
 def _rotate_heads(
-    src, mask_src, dst, mask_dst, weight_ptr, eps, scale, cos, sin,
+    src, dst, mask_heads, weight_ptr, eps, scale, cos, sin,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate, scale and store one tile of heads: src and dst [heads, 1] point to the heads' first elements."""
-    x1, x2 = _load_pair(src, mask_src, HALF, BLOCK_HALF, INTERLEAVED)
+    x1, x2 = _load_pair(src, mask_heads, HALF, BLOCK_HALF, INTERLEAVED)
     HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
     offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     if HAS_REST:
-        rest = tl.load(src + offs_rest, mask=mask_src & (offs_rest < HEAD_DIM), other=0.0).to(tl.float32)
+        rest = tl.load(src + offs_rest, mask=mask_heads & (offs_rest < HEAD_DIM), other=0.0).to(tl.float32)
     if HAS_WEIGHT:
         square = tl.sum(x1 * x1 + x2 * x2, 1)
         if HAS_REST:
@@ -122,15 +122,15 @@ def _rotate_heads(
         y1, y2 = tl.div_rn(y1, scale + tl.zeros_like(y1)), tl.div_rn(y2, scale + tl.zeros_like(y2))
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        _store(dst + offs, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_HALF)), mask_dst & (offs < 2 * HALF))
+        _store(dst + offs, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_HALF)), mask_heads & (offs < 2 * HALF))
     else:
         offs = tl.arange(0, BLOCK_HALF)[None, :]
-        _store(dst + offs, y1, mask_dst & (offs < HALF))
-        _store(dst + HALF + offs, y2, mask_dst & (offs < HALF))
+        _store(dst + offs, y1, mask_heads & (offs < HALF))
+        _store(dst + HALF + offs, y2, mask_heads & (offs < HALF))
     if HAS_REST:
         if HAS_SCALE:
             rest = tl.div_rn(rest, scale + tl.zeros_like(rest))
-        _store(dst + offs_rest, rest, mask_dst & (offs_rest < HEAD_DIM))
+        _store(dst + offs_rest, rest, mask_heads & (offs_rest < HEAD_DIM))
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def _rope_kernel(
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         mask = heads < num_heads
         src = q_ptr + token * stride_qt + heads.to(tl.int64) * stride_qh
-        dst = q_out_ptr + (token * num_heads + heads) * HEAD_DIM
+        q_rows = q_out_ptr + (token * num_heads + heads) * HEAD_DIM
         _rotate_heads(
-            src, mask, dst, mask, q_weight_ptr, eps, 1.0, cos, sin,
+            src, q_rows, mask, q_weight_ptr, eps, 1.0, cos, sin,
             HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_Q_WEIGHT, False,
         )  # fmt: skip
     else:
@@ -180,25 +180,26 @@ def _rope_kernel(
         src = k_ptr + token * stride_kt + wide_heads * stride_kh
         if WRITE_CACHE:
             slot = tl.load(slots_ptr + token * stride_slots)
-            written = (slot >= 0) & (slot < num_slots)
-            slot = tl.where(written, slot, 0)
+            written = mask & (slot >= 0) & (slot < num_slots)
+            slot = tl.maximum(slot, 0)
             page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE  # int64, as slot_mapping is
-            dst = k_cache_ptr + page * stride_kcp + offset * stride_kcs + wide_heads * stride_kch
+            k_rows = k_cache_ptr + page * stride_kcp + offset * stride_kcs + wide_heads * stride_kch
+            v_rows = v_cache_ptr + page * stride_vcp + offset * stride_vcs + wide_heads * stride_vch
             scale = _load_scale(k_scale_ptr, heads, mask, HAS_K_SCALE, K_SCALE_PER_HEAD)
             _rotate_heads(
-                src, mask & written, dst, mask & written, k_weight_ptr, eps, scale, cos, sin,
+                src, k_rows, written, k_weight_ptr, eps, scale, cos, sin,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, HAS_K_SCALE,
             )  # fmt: skip
             offs_d = tl.arange(0, BLOCK_D)[None, :]
-            mask_v = mask & written & (offs_d < HEAD_DIM)
+            mask_v = written & (offs_d < HEAD_DIM)
             v = tl.load(v_ptr + token * stride_vt + wide_heads * stride_vh + offs_d, mask=mask_v, other=0.0).to(tl.float32)
             if HAS_V_SCALE:
                 v = tl.div_rn(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD) + tl.zeros_like(v))
-            _store(v_cache_ptr + page * stride_vcp + offset * stride_vcs + wide_heads * stride_vch + offs_d, v, mask_v)
+            _store(v_rows + offs_d, v, mask_v)
         else:
-            dst = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
+            k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
             _rotate_heads(
-                src, mask, dst, mask, k_weight_ptr, eps, 1.0, cos, sin,
+                src, k_out_rows, mask, k_weight_ptr, eps, 1.0, cos, sin,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, False,
             )  # fmt: skip
 

@@ -1,0 +1,62 @@
+"""Counter-based random numbers: Philox 4×32-10 of (seed, step, token id), and exponential noise made from it.
+
+A draw depends on these three numbers and on nothing else: not on the launch, the row, the batch or the GPU. Every replay of a
+graph draws anew because the step is a device input.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The seed's two words are the key, the counter is
+(token id, low word of the step, high word of the step, 0); the first two output words are used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels._triton import tl, triton
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def _multiply(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low word of a · m for words held in int64, without passing 2**63."""
+    low, high = a * (m & 0xFFFF), a * (m >> 16)  # each below 2**48
+    middle = (low >> 16) + high
+    return middle >> 16, ((middle << 16) | (low & 0xFFFF)) & _LOW
+
+
+def philox_ref(seeds: torch.Tensor, steps: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """seeds, steps, ids: int64, broadcast together → two words each, as int64 of 0 to 2**32 − 1."""
+    key0, key1 = seeds & _LOW, (seeds >> 32) & _LOW
+    c0, c1, c2, c3 = ids & _LOW, steps & _LOW, (steps >> 32) & _LOW, torch.zeros_like(ids)
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _M0)
+        high1, low1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + _W0) & _LOW, (key1 + _W1) & _LOW
+    return torch.broadcast_tensors(c0, c1)
+
+
+def log_exponential_ref(seeds: torch.Tensor, steps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """log E in fp64, E exponential with mean 1. The oracle of ``log_exponential``."""
+    high, low = philox_ref(seeds, steps, ids)
+    w = (high.double() + (low.double() + 0.5) * 2.0**-32) * 2.0**-32
+    return torch.log(-torch.log1p(-w))
+
+
+@triton.jit
+def log_exponential(seed, step, ids):
+    """log E, E = −log(1 − w) exponential with mean 1; seed, step: int64 scalars, ids: int32 tensor.
+
+    w has 64 random bits, so that small E, which win a race over a large vocabulary, keep fp32's relative precision: with 24-bit
+    uniforms about one draw in a hundred over 128 k equal tokens would be a tie. It stays inside (0, 1): E is never 0 nor infinite.
+    """
+    zeros = tl.zeros_like(ids)
+    step_low, step_high = step.to(tl.int32), (step >> 32).to(tl.int32)
+    high, low, _, _ = tl.philox(seed, ids, zeros + step_low, zeros + step_high, zeros, n_rounds=10)
+    w = (high.to(tl.float32) + (low.to(tl.float32) + 0.5) * 2.3283064365386963e-10) * 2.3283064365386963e-10
+    w = tl.minimum(w, 0.99999994)
+    rest = 1.0 - w
+    # Kahan's log1p: the rounding of 1 − w cancels between the logarithm and the divisor
+    exponential = tl.where(rest == 1.0, w, tl.log(rest) * w / (rest - 1.0))
+    return tl.log(exponential)
