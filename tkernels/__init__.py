@@ -10,6 +10,7 @@ from tkernels.sampling import sample
 __all__ = [
     "add_rms_norm",
     "gelu_and_mul",
+    "gelu_mul",
     "linear",
     "paged_attention",
     "paged_attention_out",

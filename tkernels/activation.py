@@ -44,6 +44,11 @@ def silu_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _act_ref(gate, up, _SILU)
 
 
+def gelu_mul_ref(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """The oracle of ``gelu_mul``."""
+    return _act_ref(gate, up, _APPROXIMATE[approximate])
+
+
 @triton.jit
 def activate(gate, ACT: tl.constexpr):
     """act(gate) in fp32."""
@@ -93,17 +98,22 @@ def _check_packed(x: torch.Tensor, approximate: str = "tanh") -> None:
     _checks.check_float("x", x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"x: expected [..., 2 · width] (gate, then up), got {list(x.shape)}")
+    _check_approximate(approximate)
+
+
+def _check_approximate(approximate: str) -> None:
     if approximate not in _APPROXIMATE:
         raise ValueError(f'approximate: expected "tanh" or "none", got {approximate!r}')
 
 
-def _check_pair(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _check_pair(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> None:
     _checks.check_float("gate", gate)
     if gate.dim() == 0:
         raise ValueError("gate: expected at least one dimension, got a scalar")
     _checks.check_shape("up", up, tuple(gate.shape), "like gate")
     _checks.check_dtype("up", up, gate.dtype, "like gate")
     _checks.check_device("up", up, gate, "gate")
+    _check_approximate(approximate)
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +129,11 @@ def _gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     _check_pair(gate, up)
     return _launch(gate, up, gate.shape[-1], 0, _SILU)
+
+
+def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    _check_pair(gate, up, approximate)
+    return _launch(gate, up, gate.shape[-1], 0, _APPROXIMATE[approximate])
 
 
 def _fake_packed(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
@@ -145,6 +160,14 @@ _silu_mul_op = define(
 )
 
 
+_gelu_mul_op = define(
+    'gelu_mul(Tensor gate, Tensor up, str approximate="tanh") -> Tensor',
+    kernel=_gelu_mul,
+    reference=_checks.checked(_check_pair, gelu_mul_ref),
+    fake=lambda gate, up, approximate="tanh": torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+)
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """y = silu(gate) · up with x = [gate | up].
 
@@ -162,3 +185,8 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """y = silu(gate) · up from two tensors of one shape and dtype, each by its own strides, last stride 1. Returns it contiguous."""
     return _silu_mul_op(gate, up)
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """y = gelu(gate) · up from two tensors as in silu_mul; approximate: "tanh" or "none" as in torch."""
+    return _gelu_mul_op(gate, up, approximate)
