@@ -36,11 +36,12 @@ def info() -> None:
         print(f"table   none for {target.arch}: cuBLAS and heuristics are used; `python -m tkernels tune` makes one")
 
 
-def _shape(text: str) -> tuple[int, int]:
-    n, _, k = text.lower().partition("x")
-    if not (n.isdigit() and k.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected OUTxIN such as 3072x2048, got {text!r}")
-    return int(n), int(k)
+def _shape(text: str) -> tuning.Shape:
+    size, _, place = text.lower().partition(":")
+    n, _, k = size.partition("x")
+    if not (n.isdigit() and k.isdigit() and (place or "any") in tuning.VARIANTS):
+        raise argparse.ArgumentTypeError(f"expected OUTxIN or OUTxIN:PLACE with a place of {', '.join(tuning.VARIANTS)}, got {text!r}")
+    return int(n), int(k), place or "any"
 
 
 def main() -> int:
@@ -49,7 +50,11 @@ def main() -> int:
     commands.add_parser("info", help="device, versions, which tables apply")
     tune = commands.add_parser("tune", help="measure the few-row linear layers and write the table of this device")
     tune.add_argument(
-        "--shapes", type=_shape, nargs="+", metavar="OUTxIN", help="projections to measure; the default is a list of common models'"
+        "--shapes",
+        type=_shape,
+        nargs="+",
+        metavar="OUTxIN[:PLACE]",
+        help="projections to measure, e.g. 3072x2048:qkv; the default is a list of common models'",
     )
     tune.add_argument("--out", type=Path, help="where to write the table; the default is the package's own folder")
     options = parser.parse_args()

@@ -1,11 +1,14 @@
-"""Linear layers for few rows: kernels that stream the weights once, at the memory's pace.
+"""Linear layers for few rows: kernels that stream the weights once, with what stands before and after a projection fused in.
 
-    y = x · weightᵀ + bias
+    y = act(norm(x) · weightᵀ + bias) + residual
 
-With 1 to 64 rows a projection is bound by reading its weights. Two kernels do that; which one, with which tile, or cuBLAS after
-all, is read from a table measured on the device (``tables/linear_<arch>.json``, made by ``python -m tkernels tune``). Shapes and
-dtypes outside the table, other devices and fp32 go to ``torch.nn.functional.linear``.
+norm is an RMSNorm or nothing, act is silu(gate) · up over the two halves of the outputs or nothing. With 1 to 64 rows a
+projection is bound by reading its weights, and between two of them the launches of norms and activations cost more than their
+work. Two kernels stream weights; which one, with which tile, or cuBLAS after all, is read from a table measured on the device
+(``tables/linear_<arch>.json``, made by ``python -m tkernels tune``). What the table does not hold is composed from cuBLAS and
+the single ops, so the answer never depends on a guess.
 
+Every intermediate is rounded where the composition rounds it: normalised x, the projection, the activation, each to x's dtype.
 The order of summation depends on the shape and the number of rows alone, so a call repeats bit for bit.
 """
 
@@ -23,21 +26,33 @@ from tkernels import _checks
 from tkernels._op import define
 from tkernels._target import Target, target_of
 from tkernels._triton import cast, dot, tl, triton
+from tkernels.activation import activate, silu_and_mul, silu_and_mul_ref
+from tkernels.rmsnorm import rms_norm, rms_norm_ref
 
 MAX_ROWS = 64  # more rows than this are never in the table: cuBLAS has reached its stride by then
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)  # a call with 5 rows uses the entry of 8
 
 
-def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The oracle."""
-    return F.linear(x, weight, bias)
+def linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """The oracle: the single steps one after another."""
+    y = F.linear(x if norm_weight is None else rms_norm_ref(x, norm_weight, eps), weight, bias)
+    y = silu_and_mul_ref(y) if gated else y
+    return y if residual is None else residual + y
 
 
 @dataclass(frozen=True)
 class Tile:
     """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows.
 
-    block_n: weight rows (outputs) a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart.
+    block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart.
     """
 
     kind: str
@@ -57,77 +72,121 @@ def _stream(ptrs, mask, EVEN: tl.constexpr):
         return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
+@triton.jit
+def _finish(
+    y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, n, stride_rm,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
+    y = cast(y, dtype)
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + n + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
+        y = cast(activate(y.to(tl.float32), "silu") * cast(up, dtype).to(tl.float32), dtype)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offs_m.to(tl.int64) * stride_rm + offs_n, mask=mask, other=0.0)
+        y = cast(residual.to(tl.float32) + y.to(tl.float32), dtype)
+    tl.store(y_ptr + offs_m.to(tl.int64) * n + offs_n, y, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _vector_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, rows, n, stride_xm, stride_wn,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps,
+    K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * stride_wn
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
     mask_n = (offs_n < n)[:, None]
     mask_m = (offs_m < rows)[:, None]
+    # The first weights are on their way before anything waits for x.
     w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    up = w
+    if GATED:
+        up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    scale = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+        for k in tl.static_range(0, K, BLOCK_K):
+            x = tl.load(x_ptrs + k, mask=mask_m & (offs_k + k < K)[None, :], other=0.0).to(tl.float32)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = acc
     for k in tl.static_range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs + k, mask=mask_m & (offs_k + k < K)[None, :], other=0.0).to(tl.float32)
+        mask_k = (offs_k + k < K)[None, :]
+        x = tl.load(x_ptrs + k, mask=mask_m & mask_k, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            norm = tl.load(norm_ptr + k + offs_k, mask=offs_k + k < K, other=0.0).to(tl.float32)
+            x = cast(x * scale[:, None] * norm[None, :], x_ptr.dtype.element_ty).to(tl.float32)
         acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
+        if GATED:
+            acc_up += up.to(tl.float32)[None, :, :] * x[:, None, :]
         if k + BLOCK_K < K:
-            w = _stream(w_ptrs + k + BLOCK_K, mask_n & (offs_k + k + BLOCK_K < K)[None, :], EVEN)
-    y = tl.sum(acc, 2)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        y_ptr + offs_m[:, None].to(tl.int64) * n + offs_n[None, :], cast(y, y_ptr.dtype.element_ty), mask=mask_m & (offs_n < n)[None, :]
-    )
+            mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
+            w = _stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
+            if GATED:
+                up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+    _finish(
+        tl.sum(acc, 2), tl.sum(acc_up, 2), bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
+        n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _matrix_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, rows, n, stride_xm, stride_wn, k_total,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, k_total,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
+    # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < n
-    w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
-    x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
     offs_k = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < n
+    mask_m = offs_m < rows
+    w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
+    up_rows = w_rows + n.to(tl.int64) * stride_wn
+    x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
     if SLICES == 1:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
         for k in tl.range(0, k_total, BLOCK_K, num_stages=NUM_STAGES):
-            w_ptrs = w_rows[:, None] + (offs_k + k)[None, :]
-            x_ptrs = x_rows[None, :] + (offs_k + k)[:, None]
-            mask_x = (offs_m < rows)[None, :]
             mask_k = offs_k + k < k_total
-            w = _stream(w_ptrs, mask_n[:, None] & mask_k[None, :], EVEN)
-            x = tl.load(x_ptrs, mask=mask_x if EVEN else mask_x & mask_k[:, None], other=0.0)
+            mask_w = mask_n[:, None] & mask_k[None, :]
+            w = _stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
+            mask_x = mask_m[None, :] if EVEN else mask_m[None, :] & mask_k[:, None]
+            x = tl.load(x_rows[None, :] + (offs_k + k)[:, None], mask=mask_x, other=0.0)
             acc = dot(w, x, acc)
+            if GATED:
+                acc_up = dot(_stream(up_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN), x, acc_up)
     else:
-        # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
         offs_s = tl.arange(0, SLICES) * BLOCK_K
         sliced = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+        sliced_up = sliced
         for k in tl.range(0, k_total, SLICES * BLOCK_K, num_stages=NUM_STAGES):
             at = k + offs_s[:, None] + offs_k[None, :]  # [SLICES, BLOCK_K]
-            w_ptrs = w_rows[None, :, None] + at[:, None, :]
-            x_ptrs = x_rows[None, None, :] + at[:, :, None]
-            mask_x = (offs_m < rows)[None, None, :]
-            w = _stream(w_ptrs, mask_n[None, :, None] & (at < k_total)[:, None, :], EVEN)
-            x = tl.load(x_ptrs, mask=mask_x if EVEN else mask_x & (at < k_total)[:, :, None], other=0.0)
+            mask_w = mask_n[None, :, None] & (at < k_total)[:, None, :]
+            w = _stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
+            mask_x = mask_m[None, None, :] if EVEN else mask_m[None, None, :] & (at < k_total)[:, :, None]
+            x = tl.load(x_rows[None, None, :] + at[:, :, None], mask=mask_x, other=0.0)
             sliced = dot(w, x, sliced)
+            if GATED:
+                sliced_up = dot(_stream(up_rows[None, :, None] + at[:, None, :], mask_w, EVEN), x, sliced_up)
         acc = tl.sum(sliced, 0)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y_ptr + offs_m[None, :].to(tl.int64) * n + offs_n[:, None],
-        cast(acc, y_ptr.dtype.element_ty),
-        mask=mask_n[:, None] & (offs_m < rows)[None, :],
-    )
+        acc_up = tl.sum(sliced_up, 0)
+    _finish(
+        acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+        n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 def row_class(rows: int) -> int:
@@ -136,76 +195,166 @@ def row_class(rows: int) -> int:
 
 
 @functools.cache
-def _table(arch: str) -> dict[tuple[int, int, int], Tile]:
-    """(row class, N, K) → tile. A shape that cuBLAS wins has no entry."""
+def _table(arch: str) -> dict[tuple[str, int, int, int], Tile]:
+    """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry."""
     path = Path(__file__).parent / "tables" / f"linear_{arch}.json"
     if not path.exists():
         return {}
     entries = json.loads(path.read_text())["entries"]
-    return {(e["rows"], e["n"], e["k"]): Tile(**e["tile"]) for e in entries}
+    return {(e["variant"], e["rows"], e["n"], e["k"]): Tile(**e["tile"]) for e in entries}
 
 
-def choose(target: Target, dtype: torch.dtype, rows: int, n: int, k: int) -> Tile | None:
-    """The tile for a call, or None for cuBLAS: a function of the device, the dtype and the shape only."""
+def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, k: int) -> Tile | None:
+    """The tile for a call, or None: a function of the device, the dtype and the shape only.
+
+    variant: "plain", "norm", "gated" or "norm+gated"; n: rows of the weight.
+    """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return _table(target.arch).get((row_class(rows), n, k))
+    return _table(target.arch).get((variant, row_class(rows), n, k))
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, tile: Tile) -> None:
-    """Run one tile. x [rows, k] and weight [n, k] with last stride 1, y [rows, n] contiguous; shapes are the caller's duty."""
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    eps: float,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Run one tile. x [rows, k], weight [n or 2 n, k], residual [rows, n], last strides 1, y [rows, n] contiguous; unchecked."""
     rows, k = x.shape
-    n = weight.shape[0]
-    grid = (triton.cdiv(n, tile.block_n),)
+    n = y.shape[1]
+    block_m = row_class(rows)
     even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
-    arguments = (x, weight, bias, y, rows, n, x.stride(0), weight.stride(0), k, bias is not None, even)
+    grid = (triton.cdiv(n, tile.block_n),)
+    strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
+    flags = (bias is not None, gated, residual is not None, even)
     if tile.kind == "vector":
-        _vector_kernel[grid](*arguments, row_class(rows), tile.block_n, tile.block_k, num_warps=tile.num_warps)
+        _vector_kernel[grid](
+            x, norm_weight, weight, bias, residual, y, rows, n, *strides, eps, k, norm_weight is not None, *flags,
+            block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps,
+        )  # fmt: skip
     else:
-        block_m = max(16, row_class(rows))
+        assert norm_weight is None, "the matrix kernel copies x straight to shared memory and cannot normalise it"
         _matrix_kernel[grid](
-            *arguments, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, num_warps=tile.num_warps
+            x, weight, bias, residual, y, rows, n, *strides, k, *flags,
+            max(16, block_m), tile.block_n, tile.block_k, tile.slices, tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> None:
     _checks.check_float("x", x)
     if weight.dim() != 2:
         raise ValueError(f"weight: expected [out_features, in_features], got {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x: expected a last dimension of {weight.shape[1]} like weight's, got {list(x.shape)}")
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"weight: expected an even number of rows (gate, then up) with gated=True, got {list(weight.shape)}")
     _checks.check_dtype("weight", weight, x.dtype, "like x")
     _checks.check_device("weight", weight, x, "x")
     if bias is not None:
         _checks.check_shape("bias", bias, (weight.shape[0],), "like weight's first dimension")
         _checks.check_dtype("bias", bias, x.dtype, "like x")
+    if norm_weight is not None:
+        _checks.check_shape("norm_weight", norm_weight, (weight.shape[1],), "like x's last dimension")
+        _checks.check_float("norm_weight", norm_weight)
+    if residual is not None:
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        _checks.check_shape("residual", residual, (*x.shape[:-1], outputs), "like the output")
+        _checks.check_dtype("residual", residual, x.dtype, "like x")
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    _check(x, weight, bias)
+def _streamable(*tensors: torch.Tensor | None) -> bool:
+    """Rows with last stride 1 that fold to two dimensions without a copy; others go to cuBLAS, which takes any strides."""
+    return all(t is None or (t.stride(-1) == 1 and (t.dim() == 2 or t.is_contiguous())) for t in tensors)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    _check(x, weight, bias, norm_weight, residual, gated)
     n, k = weight.shape
     rows = x.numel() // k if k else 0
-    tile = choose(target_of(x.device), x.dtype, rows, n, k) if rows else None
-    if tile is None or x.stride(-1) != 1 or weight.stride(1) != 1 or (x.dim() > 2 and not x.is_contiguous()):
-        return F.linear(x, weight, bias)
-    y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    launch(x.view(rows, k) if x.dim() != 2 else x, weight, bias, y.view(rows, n), tile)
-    return y
+    if 0 < rows <= MAX_ROWS and _streamable(x, weight, residual):
+        target = target_of(x.device)
+        suffix = "gated" if gated else "plain"
+        if norm_weight is not None:
+            tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
+            if tile is None:  # the norm as a kernel of its own, the rest perhaps still fused
+                x, norm_weight = rms_norm(x, norm_weight, eps), None
+        if norm_weight is None:
+            tile = choose(target, x.dtype, suffix, rows, n, k)
+        if tile is not None:
+            outputs = n // 2 if gated else n
+            y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+            flat = None if residual is None else residual.view(rows, outputs)
+            launch(x.view(rows, k), weight, bias, norm_weight, flat, gated, eps, y.view(rows, outputs), tile)
+            return y
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    if residual is not None and bias is None and not gated and x.dim() == 2:
+        return torch.addmm(residual, x, weight.t())  # cuBLAS adds the residual before it rounds
+    y = F.linear(x, weight, bias)
+    y = silu_and_mul(y) if gated else y
+    return y if residual is None else residual + y
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
 _linear_op = define(
-    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, Tensor? residual=None, bool gated=False, "
+    "float eps=1e-6) -> Tensor",
     kernel=_linear,
     reference=linear_ref,
-    fake=lambda x, weight, bias=None: torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device),
+    fake=_fake,
 )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x · weightᵀ + bias, like ``torch.nn.functional.linear``, with weight-streaming kernels for up to 64 rows.
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """y = act(norm(x) · weightᵀ + bias) + residual, like ``torch.nn.functional.linear`` with its neighbours fused in.
 
     x: [..., in_features] fp16, bf16 or fp32. weight: [out_features, in_features], like x. bias: [out_features] or None.
-    Returns [..., out_features] like x, contiguous. fp32 accumulation, one rounding.
+    norm_weight: [in_features]; x is RMS-normalised first, ``eps`` added to its mean square.
+    gated: silu(first half of the outputs) · second half; the result has out_features / 2 columns.
+    residual: like the result; added last.
+    Returns [..., out_features] like x, contiguous; fp32 accumulation, rounded after the norm, the projection, the activation and
+    the sum (with more than 64 rows cuBLAS adds a residual before it rounds the projection).
     Raises ValueError or TypeError naming the argument that is wrong.
     """
-    return _linear_op(x, weight, bias)
+    return _linear_op(x, weight, bias, norm_weight, residual, gated, eps)

@@ -1,7 +1,8 @@
 """Makes the table of few-row linear layers for the device at hand: ``python -m tkernels tune``.
 
-For every shape and row class each tile is checked against fp64, then timed next to cuBLAS inside one CUDA graph over weights
-rotated past L2; the variants take turns and the median counts. A tile enters the table only where it is faster than cuBLAS.
+For every shape, fusion and row class each tile is checked against fp64, then timed next to the composition (cuBLAS and the single
+ops) inside one CUDA graph over weights rotated past L2; the variants take turns and the median counts. A tile enters the table only
+where it is faster than the composition.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +20,46 @@ import torch
 import torch.nn.functional as F
 
 from tkernels._target import target_of
-from tkernels.linear import ROW_CLASSES, Tile, launch
+from tkernels.activation import silu_and_mul
+from tkernels.linear import ROW_CLASSES, Tile, launch, linear_ref
+from tkernels.rmsnorm import rms_norm
 
-Shape = tuple[int, int]  # (out_features, in_features)
+Shape = tuple[int, int, str]  # (out_features, in_features, the place in the model)
 SHAPES: dict[str, list[Shape]] = {
-    "Llama 1B": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)],
-    "Llama 8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
-    "SmolLM2 135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+    "Llama 1B": [(3072, 2048, "qkv"), (2048, 2048, "o"), (16384, 2048, "gate_up"), (2048, 8192, "down"), (128256, 2048, "head")],
+    "Llama 8B": [(6144, 4096, "qkv"), (4096, 4096, "o"), (28672, 4096, "gate_up"), (4096, 14336, "down"), (128256, 4096, "head")],
+    "SmolLM2 135M": [(960, 576, "qkv"), (576, 576, "o"), (3072, 576, "gate_up"), (576, 1536, "down"), (49152, 576, "head")],
 }
-_MARGIN = 0.99  # a tile must beat cuBLAS by more than the noise of the timing
-_CALLS, _REPEATS, _ROTATED_BYTES = 12, 15, 256 << 20
+VARIANTS = {
+    "qkv": ("plain", "norm"), "o": ("plain",), "gate_up": ("plain", "gated", "norm+gated"), "down": ("plain",), "head": ("plain", "norm"),
+    "any": ("plain", "norm"),
+}  # fmt: skip
+_MARGIN = 0.99  # a tile must beat the composition by more than the noise of the timing
+_CALLS, _REPEATS, _ROTATED_BYTES, _EPS = 12, 15, 256 << 20, 1e-5
 
 
-def candidates(rows: int, k: int) -> Iterator[Tile]:
-    """The tiles worth trying at a row class, for K inputs."""
+def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
+    """The tiles worth trying for a variant at a row class, for K inputs."""
+    gated = "gated" in variant
     if rows <= 4:
-        for block_n, block_k, warps in ((4, 512, 4), (4, 1024, 4), (8, 512, 4), (4, 2048, 8), (8, 1024, 8), (16, 512, 8), (2, 2048, 4)):
-            if block_n * block_k * rows <= 32768 and block_k <= 2 * k:
+        for block_n, block_k, warps in (
+            (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 256, 4), (8, 512, 4), (8, 1024, 8),
+            (16, 512, 8),
+        ):  # fmt: skip
+            if block_n * block_k * rows * (1 + gated) <= 32768 and block_k <= 2 * k:
                 yield Tile("vector", block_n, block_k, 1, warps, 1)
+    if "norm" in variant:
+        return
     for block_n, block_k, slices, warps, stages in (
         (64, 64, 1, 4, 6), (64, 128, 1, 4, 4), (64, 256, 1, 4, 3), (32, 128, 1, 4, 5), (16, 256, 1, 4, 4), (128, 64, 1, 8, 5),
         (16, 64, 4, 4, 4), (16, 128, 4, 4, 3), (32, 64, 4, 4, 4), (32, 128, 4, 4, 3), (16, 64, 8, 8, 4), (32, 64, 8, 8, 3),
     ):  # fmt: skip
         block_m = max(16, rows)
+        weights = block_n * (1 + gated)
         if (
-            (block_n + block_m) * block_k * slices * 2 * stages <= 220 << 10
+            (weights + block_m) * block_k * slices * 2 * stages <= 220 << 10
             and block_k * slices <= 2 * k
-            and block_n * block_m * slices <= 16384
+            and weights * block_m * slices <= 16384
         ):
             yield Tile("matrix", block_n, block_k, slices, warps, stages)
 
@@ -73,65 +89,99 @@ def _time_us(graphs: dict[Any, torch.cuda.CUDAGraph]) -> dict[Any, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _measure(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    copies = min(_CALLS, max(2, -(-_ROTATED_BYTES // (n * k * dtype.itemsize))))
-    weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(copies)]
-    x = torch.randn(rows, k, device=device, dtype=dtype)
-    exact = F.linear(x.double(), weights[0].double())
-    allowed = 2 * float((F.linear(x, weights[0]).double() - exact).norm() / exact.norm())
+class _Case:
+    """One variant of one shape at one row class: tensors, the fused launch and the composition it has to beat."""
+
+    def __init__(self, variant: str, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, rotated_bytes: int) -> None:
+        self.variant, self.rows, self.n, self.k = variant, rows, n, k
+        self.gated = "gated" in variant
+        copies = min(_CALLS, max(1, -(-rotated_bytes // (n * k * dtype.itemsize))))
+        self.weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(copies)]
+        self.x = torch.randn(rows, k, device=device, dtype=dtype)
+        self.norm = torch.rand(k, device=device, dtype=dtype) + 0.5 if "norm" in variant else None
+        self.residual = torch.randn(rows, n, device=device, dtype=dtype) if variant == "plain" else None
+
+    def empty(self) -> torch.Tensor:
+        outputs = self.n // 2 if self.gated else self.n
+        return torch.full((self.rows, outputs), float("nan"), device=self.x.device, dtype=self.x.dtype)
+
+    def fused(self, y: torch.Tensor, weight: torch.Tensor, tile: Tile) -> None:
+        launch(self.x, weight, None, self.norm, self.residual, self.gated, _EPS, y, tile)
+
+    def composed(self, weight: torch.Tensor) -> torch.Tensor:
+        x = self.x if self.norm is None else rms_norm(self.x, self.norm, _EPS)
+        if self.residual is not None:
+            return torch.addmm(self.residual, x, weight.t())
+        y = F.linear(x, weight)
+        return silu_and_mul(y) if self.gated else y
+
+    def exact(self) -> torch.Tensor:
+        norm, residual = (None if t is None else t.double() for t in (self.norm, self.residual))
+        return linear_ref(self.x.double(), self.weights[0].double(), None, norm, residual, self.gated, _EPS)
+
+    def rotated(self) -> list[torch.Tensor]:
+        return (self.weights * _CALLS)[:_CALLS]
+
+
+def _measure(case: _Case) -> dict[str, Any]:
+    exact = case.exact()
+    allowed = 2 * float((case.composed(case.weights[0]).double() - exact).norm() / exact.norm())
     graphs: dict[Any, torch.cuda.CUDAGraph] = {}
     refused = []
-    outs: list[torch.Tensor] = []
-    for tile in candidates(rows, k):
-        y = torch.full((rows, n), float("nan"), device=device, dtype=dtype)
+    for tile in candidates(case.variant, case.rows, case.k):
+        y = case.empty()
         try:
-            launch(x, weights[0], None, y, tile)
+            case.fused(y, case.weights[0], tile)
         except Exception as error:  # the compiler may refuse a tile for this device; it is listed, not hidden
             refused.append({"tile": vars(tile), "error": str(error)[:120]})
             continue
         if not float((y.double() - exact).norm() / exact.norm()) <= allowed:
             refused.append({"tile": vars(tile), "error": "wrong result"})
             continue
-        outs.append(y)
-        graphs[tile] = _graph([lambda w=w, y=y, tile=tile: launch(x, w, None, y, tile) for w in (weights * _CALLS)[:_CALLS]])
-    graphs["cublas"] = _graph([lambda w=w: F.linear(x, w) for w in (weights * _CALLS)[:_CALLS]])
+        graphs[tile] = _graph([partial(case.fused, y, weight, tile) for weight in case.rotated()])
+    graphs["composed"] = _graph([partial(case.composed, weight) for weight in case.rotated()])
     times = _time_us(graphs)
-    cublas = times.pop("cublas")
+    composed = times.pop("composed")
     best = min(times, key=times.__getitem__)
     return {
-        "rows": rows, "n": n, "k": k, "us": times[best], "cublas_us": cublas, "tile": vars(best), "refused": refused,
-        "tb_per_s": n * k * dtype.itemsize / times[best] / 1e6,
-    }  # fmt: skip
+        "variant": case.variant,
+        "rows": case.rows,
+        "n": case.n,
+        "k": case.k,
+        "us": times[best],
+        "composed_us": composed,
+        "tile": vars(best),
+        "refused": refused,
+        "tb_per_s": case.n * case.k * case.x.dtype.itemsize / times[best] / 1e6,
+    }
 
 
 def _compile_ahead(shapes: list[Shape], dtype: torch.dtype, device: torch.device) -> None:
     """Compile all tiles in parallel; the sweep would otherwise wait for the compiler one kernel at a time."""
+    jobs = {
+        (variant, rows, k, tile): n
+        for n, k, place in shapes
+        for variant in VARIANTS[place]
+        for rows in ROW_CLASSES
+        for tile in candidates(variant, rows, k)
+    }
 
-    def one(job: tuple[int, int, int, Tile]) -> None:
-        rows, n, k, tile = job
+    def one(job: tuple[tuple[str, int, int, Tile], int]) -> None:
+        (variant, rows, k, tile), _ = job
         torch.cuda.set_device(device)
-        x = torch.zeros(rows, k, device=device, dtype=dtype)
-        try:
-            launch(
-                x,
-                torch.zeros(min(n, 2 * tile.block_n), k, device=device, dtype=dtype),
-                None,
-                torch.empty(rows, min(n, 2 * tile.block_n), device=device, dtype=dtype),
-                tile,
-            )
-        except Exception:
-            return  # said by _measure, with the error
+        case = _Case(variant, rows, 256, k, dtype, device, 0)
+        with suppress(Exception):  # said by _measure, with the error
+            case.fused(case.empty(), case.weights[0], tile)
 
-    jobs = {(rows, k, tile): (rows, n, k, tile) for n, k in shapes for rows in ROW_CLASSES for tile in candidates(rows, k)}
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, jobs.values()))
+        list(pool.map(one, jobs.items()))
 
 
 def _line(row: dict[str, Any]) -> str:
     tile = row["tile"]
     how = f"{tile['kind']} {tile['block_n']}x{tile['block_k']}x{tile['slices']} warps {tile['num_warps']} stages {tile['num_stages']}"
-    speed = f"{row['us']:7.2f} us {row['tb_per_s']:5.2f} TB/s, cuBLAS {row['cublas_us']:7.2f} us"
-    return f"{row['rows']:3} x {row['n']:6} x {row['k']:5}  {speed}  {how}, {len(row['refused'])} refused"
+    speed = f"{row['us']:7.2f} us {row['tb_per_s']:5.2f} TB/s, composed {row['composed_us']:7.2f} us"
+    return f"{row['variant']:10} {row['rows']:3} x {row['n']:6} x {row['k']:5}  {speed}  {how}, {len(row['refused'])} refused"
 
 
 def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path | None = None, say: Callable[[str], None] = print) -> Path:
@@ -146,25 +196,18 @@ def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path 
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_of(device)
     _compile_ahead(shapes, dtype, device)
-    rows_measured = []
-    for n, k in shapes:
-        for rows in ROW_CLASSES:
-            row = _measure(rows, n, k, dtype, device)
-            rows_measured.append(row)
-            say(_line(row))
+    measured = []
+    for n, k, place in shapes:
+        for variant in VARIANTS[place]:
+            for rows in ROW_CLASSES if "norm" not in variant else [r for r in ROW_CLASSES if r <= 4]:
+                row = _measure(_Case(variant, rows, n, k, dtype, device, _ROTATED_BYTES))
+                measured.append(row)
+                say(_line(row))
         torch.cuda.empty_cache()
     path = out or Path(__file__).parent / "tables" / f"linear_{target.arch}.json"
     header = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch.")}
-    won = [
-        {key: row[key] for key in ("rows", "n", "k", "us", "cublas_us", "tile")}
-        for row in rows_measured
-        if row["us"] < _MARGIN * row["cublas_us"]
-    ]
-    path.write_text(
-        json.dumps(
-            {**header, "entries": won, "lost": [[r["rows"], r["n"], r["k"]] for r in rows_measured if r["us"] >= _MARGIN * r["cublas_us"]]},
-            indent=1,
-        )
-        + "\n"
-    )
+    won = [row for row in measured if row["us"] < _MARGIN * row["composed_us"]]
+    keys = ("variant", "rows", "n", "k", "us", "composed_us", "tile")
+    lost = [[row[key] for key in keys[:-1]] for row in measured if row not in won]
+    path.write_text(json.dumps({**header, "entries": [{key: row[key] for key in keys} for row in won], "lost": lost}, indent=1) + "\n")
     return path

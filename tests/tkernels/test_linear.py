@@ -1,4 +1,4 @@
-"""The weight-streaming linear kernels: every tile kind, ragged shapes, strided inputs, and the choice from the table."""
+"""The weight-streaming linear kernels: every tile kind, every fusion, ragged shapes, strided inputs, and the choice from the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tkernels import _target, linear
-from tkernels.linear import ROW_CLASSES, Tile, choose, launch
+from tkernels.linear import ROW_CLASSES, Tile, choose, launch, linear_ref
 
 TILES = [
     Tile("vector", 4, 64, 1, 4, 1),
@@ -16,10 +16,14 @@ TILES = [
     Tile("matrix", 16, 32, 4, 4, 2),
     Tile("matrix", 64, 32, 1, 4, 3),
 ]
-
-
 SHAPES = [(1, 64, 128), (1, 37, 100), (3, 16, 64), (4, 70, 129), (5, 64, 256), (17, 33, 65)]
 CASES = [(tile, *shape) for tile in TILES for shape in SHAPES if tile.kind == "matrix" or shape[0] <= 4]
+EPS = 1e-5
+
+
+def _close(y: torch.Tensor, exact: torch.Tensor, low: torch.Tensor) -> None:
+    """Within twice the error that the composition makes at this precision against fp64."""
+    assert (y.double() - exact).abs().max() <= 2 * (low.double() - exact).abs().max() + 1e-5
 
 
 @pytest.mark.parametrize(("tile", "rows", "n", "k"), CASES, ids=str)
@@ -29,32 +33,67 @@ def test_tiles_match_fp64(device, tile, rows, n, k, dtype):
     weight = torch.randn(n, k + 8, device=device).to(dtype)[:, :k] / k**0.5
     bias = torch.randn(n, device=device).to(dtype) if n % 2 else None
     y = torch.full((rows, n), float("nan"), dtype=dtype, device=device)
-    launch(x, weight, bias, y, tile)
+    launch(x, weight, bias, None, None, False, EPS, y, tile)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    rounding = (exact.to(dtype).double() - exact).abs().max()
-    assert (y.double() - exact).abs().max() <= 2 * rounding + 1e-5
+    _close(y, exact, exact.to(dtype))
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2], TILES[3]], ids=lambda t: f"{t.kind}-{t.slices}")
+@pytest.mark.parametrize("fused", ["norm", "gated", "residual", "all"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 32, 64), (3, 21, 100)])
+def test_fusions_match_the_composition(device, tile, fused, rows, n, k):
+    if fused in ("norm", "all") and tile.kind == "matrix":
+        fused = "gated and residual"  # the matrix kernel has no norm; the rest of "all" is still its own
+    dtype = torch.bfloat16
+    gated = "gated" in fused or fused == "all"
+    x = torch.randn(rows, k, device=device).to(dtype)
+    weight = torch.randn(2 * n if gated else n, k, device=device).to(dtype) / k**0.5
+    norm_weight = torch.randn(k, device=device).to(dtype) if fused in ("norm", "all") else None
+    residual = torch.randn(rows, 2 * n, device=device).to(dtype)[:, :n] if "residual" in fused or fused == "all" else None
+    y = torch.full((rows, n), float("nan"), dtype=dtype, device=device)
+    launch(x, weight, None, norm_weight, residual, gated, EPS, y, tile)
+    wide = [None if t is None else t.double() for t in (x, weight, None, norm_weight, residual)]
+    low = linear_ref(*[None if t is None else t.cpu() for t in (x, weight, None, norm_weight, residual)], gated, EPS)
+    _close(y, linear_ref(*wide, gated, EPS), low.to(device))
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (2, 3, 32), (2, 0, 32)], ids=str)
 def test_linear_has_the_shapes_of_torch(device, shape):
     x, weight = torch.randn(shape, device=device), torch.randn(24, 32, device=device)
     assert torch.allclose(linear(x, weight), F.linear(x, weight), atol=1e-5)
+    assert linear(x, weight, gated=True).shape == (*shape[:-1], 12)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_composition_adds_norm_activation_and_residual(device, rows):
+    x, weight = torch.randn(rows, 32, device=device), torch.randn(24, 32, device=device)
+    norm_weight, residual = torch.randn(32, device=device), torch.randn(rows, 24, device=device)
+    assert torch.allclose(
+        linear(x, weight, norm_weight=norm_weight, residual=residual), linear_ref(x, weight, None, norm_weight, residual), atol=1e-5
+    )
+    half = residual[:, :12]
+    assert torch.allclose(linear(x, weight, residual=half, gated=True), linear_ref(x, weight, None, None, half, True), atol=1e-5)
 
 
 def test_errors_name_the_argument(device):
     x, weight = torch.randn(2, 32, device=device), torch.randn(8, 16, device=device)
     with pytest.raises(ValueError, match=r"x: expected a last dimension of 16 like weight's, got \[2, 32\]"):
         linear(x, weight)
+    weight = torch.randn(7, 32, device=device)
     with pytest.raises(TypeError, match="weight: expected float32 like x"):
-        linear(x, weight.half().repeat(1, 2))
+        linear(x, weight.half())
+    with pytest.raises(ValueError, match="weight: expected an even number of rows"):
+        linear(x, weight, gated=True)
+    with pytest.raises(ValueError, match=r"residual: expected \[2, 7\] like the output, got \[2, 8\]"):
+        linear(x, weight, residual=torch.randn(2, 8, device=device))
 
 
 def test_the_choice_depends_on_the_shape_only():
     target = _target.Target("sm_90", 132, 227 << 10, True, True)
+    assert choose(target, torch.bfloat16, "plain", 1, 128256, 2048) is not None
     for rows in range(1, 65):
-        first = choose(target, torch.bfloat16, rows, 3072, 2048)
         size = next(c for c in ROW_CLASSES if rows <= c)
-        assert first == choose(target, torch.bfloat16, size, 3072, 2048)
-    assert choose(target, torch.bfloat16, 65, 3072, 2048) is None
-    assert choose(target, torch.float32, 1, 3072, 2048) is None
-    assert choose(_target.Target("sm_70", 80, 96 << 10, False, False), torch.bfloat16, 1, 3072, 2048) is None
+        assert choose(target, torch.bfloat16, "plain", rows, 3072, 2048) == choose(target, torch.bfloat16, "plain", size, 3072, 2048)
+    assert choose(target, torch.bfloat16, "plain", 65, 128256, 2048) is None
+    assert choose(target, torch.float32, "plain", 1, 128256, 2048) is None
+    assert choose(_target.Target("sm_70", 80, 96 << 10, False, False), torch.bfloat16, "plain", 1, 128256, 2048) is None
