@@ -57,9 +57,27 @@ class InputSpec:
     def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[d.name] + d.extra if isinstance(d, Dim) else d for d in self.shape)
 
-    @property
-    def dynamic(self) -> list[int]:
-        return [i for i, d in enumerate(self.shape) if isinstance(d, Dim)]
+
+@dataclass
+class _Tail:
+    """Where an input of one padded size may have a tail: along ``axis``, from ``size + extra`` on, up to ``stop``."""
+
+    axis: int
+    size: str
+    extra: int
+    stop: int
+
+
+@dataclass
+class _Input:
+    """One input at one set of padded sizes: its device view, and its tails."""
+
+    name: str
+    view: torch.Tensor
+    tails: list[_Tail]
+    pad: Any
+    rows_only: bool
+    """Dynamic in its first dimension alone and padded with a number: then its tail can be tracked."""
 
 
 @dataclass
@@ -69,7 +87,7 @@ class _Staging:
     block: torch.Tensor
     bytes: np.ndarray
     event: torch.cuda.Event | None
-    views: dict[tuple[int, ...], dict[str, np.ndarray]] = field(default_factory=dict)
+    arrays: dict[tuple[int, ...], dict[str, np.ndarray]] = field(default_factory=dict)
 
 
 class Arena:
@@ -96,7 +114,9 @@ class Arena:
             self._staging = [self._make_staging(max(end, 1)) for _ in range(2)]
         self._turn = 0
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-        self._dirty: dict[str, int] = {name: spec.sized(largest)[0] if spec.shape else 0 for name, spec in self.specs.items()}
+        self._inputs: dict[tuple[int, ...], dict[str, _Input]] = {}
+        # Rows from _dirty[name] on hold the padding value already.
+        self._dirty = {name: self._rows(name) for name in self.specs}
 
     @property
     def nbytes(self) -> int:
@@ -110,166 +130,164 @@ class Arena:
     def _key(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple([sizes[name] for name in self._size_names])
 
+    def _rows(self, name: str) -> int:
+        spec = self.specs[name]
+        return spec.sized(self.largest)[0] if spec.shape else 0
+
+    def _bytes_of(self, name: str, sizes: Mapping[str, int]) -> slice:
+        spec, start = self.specs[name], self._offsets[name]
+        return slice(start, start + _nbytes(spec, sizes))
+
     def views(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The inputs at these sizes, contiguous, in the order of the specs given. The addresses never change."""
         key = self._key(sizes)
         if key not in self._views:
-            if len(self._views) > _MAX_VIEWS:
-                self._views.clear()
             for name, value in zip(self._size_names, key, strict=True):
                 if value > self.largest[name]:
                     raise ValueError(f"{name}: {value} is above the arena's largest, {self.largest[name]}")
+            if len(self._views) > _MAX_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):
-                made = {name: self._view(self.specs[name], sizes) for name in self.names}
-            self._views[key] = made
+                self._views[key] = {
+                    name: self._block[self._bytes_of(name, sizes)].view(self.specs[name].dtype).view(self.specs[name].sized(sizes))
+                    for name in self.names
+                }
         return self._views[key]
 
-    def _view(self, spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-        shape, start = spec.sized(sizes), self._offsets[spec.name]
-        nbytes = math.prod(shape) * spec.dtype.itemsize
-        return self._block[start : start + nbytes].view(spec.dtype).view(shape)
+    def _inputs_at(self, padded: Mapping[str, int]) -> dict[str, _Input]:
+        key = self._key(padded)
+        if key not in self._inputs:
+            views = self.views(padded)
+            made = {}
+            for name, spec in self.specs.items():
+                dims = [(axis, d) for axis, d in enumerate(spec.shape) if isinstance(d, Dim)]
+                tails = [_Tail(axis, d.name, d.extra, views[name].shape[axis]) for axis, d in dims]
+                rows_only = [t.axis for t in tails] == [0] and spec.pad != "last"
+                made[name] = _Input(name, views[name], tails, spec.pad, rows_only)
+            self._inputs[key] = made
+        return self._inputs[key]
 
     # -- filling from the host ------------------------------------------------------------------------------------------------
 
-    def host(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Numpy views to write a step's inputs into, at the *padded* sizes of the step; write the real prefix, ``upload`` does
-        the rest. Waits until the copy that last used this staging buffer is done.
+    def host(self, padded: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Numpy views, at the padded sizes of the next step, to write its real values into; ``upload`` completes them.
+
+        Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
         """
         staging = self._staging[self._turn]
         if staging.event is not None:
             staging.event.synchronize()
-        key = self._key(sizes)
-        if key not in staging.views:
-            made = {}
-            for name in self.names:
-                spec = self.specs[name]
-                shape, start = spec.sized(sizes), self._offsets[name]
-                nbytes = math.prod(shape) * spec.dtype.itemsize
-                made[name] = staging.bytes[start : start + nbytes].view(_NUMPY[spec.dtype]).reshape(shape)
-            staging.views[key] = made
-        return staging.views[key]
+        key = self._key(padded)
+        if key not in staging.arrays:
+            staging.arrays[key] = {
+                name: staging.bytes[self._bytes_of(name, padded)].view(_NUMPY[spec.dtype]).reshape(spec.sized(padded))
+                for name, spec in self.specs.items()
+            }
+        return staging.arrays[key]
 
     def upload(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Complete the tails of what was written into ``host(padded)`` and copy it to the device in one copy.
+        """Complete the tails of what was written into ``host(padded)`` and copy it to the device, in one copy.
 
         Returns the device views at the padded sizes. Does not wait for the copy.
         """
         staging = self._staging[self._turn]
-        arrays = staging.views[self._key(padded)]
+        arrays = staging.arrays[self._key(padded)]
         end = 0
-        for name, spec in self.specs.items():
+        for name, input_ in self._inputs_at(padded).items():
             array = arrays[name]
-            for axis in spec.dynamic:
-                dim = spec.shape[axis]
-                used = real[dim.name] + dim.extra  # type: ignore[union-attr]
-                if used < array.shape[axis]:
-                    _fill_numpy(array, axis, used, spec)
+            for tail in input_.tails:
+                used = real[tail.size] + tail.extra
+                if used < tail.stop:
+                    _fill_numpy(array, tail.axis, used, self.specs[name])
+                if input_.rows_only and self._dirty[name] <= tail.stop:
+                    self._dirty[name] = used
             if array.nbytes:
                 end = self._offsets[name] + array.nbytes
-            if spec.dynamic == [0]:
-                used = real[spec.shape[0].name] + spec.shape[0].extra  # type: ignore[union-attr]
-                self._dirty[name] = used if self._dirty[name] <= array.shape[0] else self._dirty[name]
         self._block[:end].copy_(staging.block[:end], non_blocking=True)
         if staging.event is not None:
             staging.event.record()
         self._turn ^= 1
         return self.views(padded)
 
-    # -- filling from device tensors ------------------------------------------------------------------------------------------
+    # -- filling from tensors -------------------------------------------------------------------------------------------------
 
     def load(self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Copy tensors (on any device, at the real sizes) in and complete the tails. A value that is the arena's own memory
-        already is not copied. Returns the device views at the padded sizes.
+        """Copy a step's tensors (at the real sizes) in and complete the tails. Returns the device views at the padded sizes.
+
+        Host tensors go to another device in one packed copy. A value that is the arena's own memory already is not copied.
         """
         if self.device.type == "cuda" and any(value.device.type == "cpu" for value in values.values()):
-            values = self._upload_tensors(values, real, padded)
-        views = self.views(padded)
+            values = self._load_from_host(values, real, padded)
+        inputs = self._inputs_at(padded)
         for name, value in values.items():
-            head = self._head(name, views[name], real)
-            if value.data_ptr() == head.data_ptr():
-                if value.stride() == head.stride():
-                    value = None
-                else:  # the same memory laid out for another size: the copy would read what it has just written
-                    value = value.clone()
-            if value is not None:
+            input_ = inputs[name]
+            head = self.real_part(name, input_.view, real)
+            if value.data_ptr() != head.data_ptr():
                 head.copy_(value, non_blocking=True)
-            if self.specs[name].dynamic:
-                self._fill_tail(name, self.specs[name], views[name], real)
-        return views
+            elif value.stride() != head.stride():  # the same memory laid out for another size: read it all before writing
+                head.copy_(value.clone())
+            self._fill_tails(input_, real)
+        return self.views(padded)
 
-    def _upload_tensors(
+    def _load_from_host(
         self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Host tensors go through the staging buffer, in one copy. Returns the values that are on the device."""
+        """The packed copy. Returns the values that are on the device and still to be copied."""
         arrays = self.host(padded)
         for name, value in values.items():
             if value.device.type == "cpu":
-                source = value.detach().view(torch.uint16) if value.dtype is torch.bfloat16 else value.detach()
-                arrays[name][tuple(slice(n) for n in value.shape)] = source.numpy()
+                source = value.view(torch.uint16) if value.dtype is torch.bfloat16 else value
+                arrays[name][tuple([slice(n) for n in value.shape])] = source.numpy()
         self.upload(real, padded)
         return {name: value for name, value in values.items() if value.device.type != "cpu"}
 
-    def _head(self, name: str, view: torch.Tensor, real: Mapping[str, int]) -> torch.Tensor:
-        for axis in self.specs[name].dynamic:
-            dim = self.specs[name].shape[axis]
-            view = view.narrow(axis, 0, real[dim.name] + dim.extra)  # type: ignore[union-attr]
+    def real_part(self, name: str, view: torch.Tensor, real: Mapping[str, int]) -> torch.Tensor:
+        """The part of an input's padded view that holds real values."""
+        for axis, dim in enumerate(self.specs[name].shape):
+            if isinstance(dim, Dim):
+                view = view.narrow(axis, 0, real[dim.name] + dim.extra)
         return view
 
-    def _fill_tail(self, name: str, spec: InputSpec, view: torch.Tensor, real: Mapping[str, int]) -> None:
-        if spec.dynamic == [0] and spec.pad != "last":
-            # Rows from `dirty` on hold the padding already: a step of the same size as the one before fills nothing.
-            dim = spec.shape[0]
-            used, dirty = real[dim.name] + dim.extra, self._dirty[name]  # type: ignore[union-attr]
+    def _fill_tails(self, input_: _Input, real: Mapping[str, int]) -> None:
+        name = input_.name
+        if input_.rows_only:
+            # A step of the same size as the one before has nothing to fill.
+            used, dirty = real[input_.tails[0].size] + input_.tails[0].extra, self._dirty[name]
             if used < dirty:
-                self._rows(name, used, dirty).fill_(spec.pad)
+                self.views(self.largest)[name][used:dirty].fill_(input_.pad)
             self._dirty[name] = used
             return
-        for axis in spec.dynamic:
-            dim = spec.shape[axis]
-            used = real[dim.name] + dim.extra  # type: ignore[union-attr]
-            if used < view.shape[axis]:
-                _fill_torch(view, axis, used, spec)
-        self._dirty[name] = self.largest_rows(name)
+        for tail in input_.tails:
+            used = real[tail.size] + tail.extra
+            if used < tail.stop:
+                _fill_torch(input_.view, tail.axis, used, self.specs[name])
+        self._dirty[name] = self._rows(name)
 
-    def largest_rows(self, name: str) -> int:
-        return self.specs[name].sized(self.largest)[0]
-
-    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.views(self.largest)[name][start:stop]
+    # -- checks ---------------------------------------------------------------------------------------------------------------
 
     def touched(self, names: Iterable[str]) -> None:
         """Somebody else wrote into these buffers: their tails must be filled again, whatever the next step's size."""
         for name in names:
-            self._dirty[name] = self.largest_rows(name) if self.specs[name].shape else 0
+            self._dirty[name] = self._rows(name)
 
     def poison_tails(self, real: Mapping[str, int], padded: Mapping[str, int]) -> None:
         """Put NaN into the tails of the float inputs. Whatever real row changes by this had read padding."""
-        for name, spec in self.specs.items():
-            if spec.dtype.is_floating_point:
-                view = self.views(padded)[name]
-                for axis in spec.dynamic:
-                    dim = spec.shape[axis]
-                    view.narrow(axis, real[dim.name] + dim.extra, padded[dim.name] - real[dim.name]).fill_(math.nan)  # type: ignore[union-attr]
-                self.touched([name])
+        for name, input_ in self._inputs_at(padded).items():
+            if self.specs[name].dtype.is_floating_point:
+                self._refill(input_, real, math.nan)
 
     def shake_tails(self, names: Iterable[str], real: Mapping[str, int], padded: Mapping[str, int]) -> None:
         """Other padding than declared into the integer inputs of these names: the last real row, again and again."""
         for name in names:
-            spec = self.specs[name]
-            if not spec.dtype.is_floating_point:
-                for axis in spec.dynamic:
-                    dim = spec.shape[axis]
-                    used = real[dim.name] + dim.extra  # type: ignore[union-attr]
-                    if used < self.views(padded)[name].shape[axis]:
-                        _fill_torch(self.views(padded)[name], axis, used, replace(spec, pad="last"))
-                self.touched([name])
+            if not self.specs[name].dtype.is_floating_point:
+                self._refill(self._inputs_at(padded)[name], real, "last")
 
-    def owner_of(self, tensor: torch.Tensor) -> str | None:
-        """The input whose buffer the tensor starts in, if any."""
-        offset = tensor.data_ptr() - self._block.data_ptr()
-        if not 0 <= offset < self._block.nbytes:
-            return None
-        return max((name for name in self.specs if self._offsets[name] <= offset), key=lambda name: self._offsets[name])
+    def _refill(self, input_: _Input, real: Mapping[str, int], pad: float | Literal["last"]) -> None:
+        for tail in input_.tails:
+            used = real[tail.size] + tail.extra
+            if used < tail.stop:
+                _fill_torch(input_.view, tail.axis, used, replace(self.specs[input_.name], pad=pad))
+        self.touched([input_.name])
 
 
 def _nbytes(spec: InputSpec, sizes: Mapping[str, int]) -> int:
@@ -277,17 +295,13 @@ def _nbytes(spec: InputSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _fill_numpy(array: np.ndarray, axis: int, used: int, spec: InputSpec) -> None:
-    tail = (slice(None),) * axis + (slice(used, None),)
+    before = (slice(None),) * axis
     if spec.pad == "last" and used:
-        array[tail] = array[(slice(None),) * axis + (slice(used - 1, used),)]
+        array[(*before, slice(used, None))] = array[(*before, slice(used - 1, used))]
+    elif spec.dtype is torch.bfloat16:
+        array[(*before, slice(used, None))] = torch.tensor(_number(spec), dtype=torch.bfloat16).view(torch.uint16).item()
     else:
-        array[tail] = _numpy_value(spec)
-
-
-def _numpy_value(spec: InputSpec) -> Any:
-    if spec.dtype is torch.bfloat16:
-        return torch.tensor(spec.pad, dtype=torch.bfloat16).view(torch.uint16).item()
-    return 0 if spec.pad == "last" else spec.pad
+        array[(*before, slice(used, None))] = _number(spec)
 
 
 def _fill_torch(view: torch.Tensor, axis: int, used: int, spec: InputSpec) -> None:
@@ -295,4 +309,9 @@ def _fill_torch(view: torch.Tensor, axis: int, used: int, spec: InputSpec) -> No
     if spec.pad == "last" and used:
         tail.copy_(view.narrow(axis, used - 1, 1).expand_as(tail))
     else:
-        tail.fill_(0 if spec.pad == "last" else spec.pad)
+        tail.fill_(_number(spec))
+
+
+def _number(spec: InputSpec) -> float | int:
+    """The padding value; with "last" and no row at all there is nothing to repeat."""
+    return 0 if isinstance(spec.pad, str) else spec.pad

@@ -51,7 +51,8 @@ class GraphConfig(_Section):
     memory_budget: Bytes = Field(1 << 30, description='bytes the graph pool may hold, e.g. "1GiB"')
     check: Literal["off", "contract", "poison"] = Field(
         "contract",
-        description="off: nothing at replay; contract: caller pointers and parameter sweep; poison: also NaN in float padding, the contract re-proved",
+        description="off: nothing at replay; contract: caller pointers and parameter sweep; "
+        "poison: also NaN in float padding, the contract re-proved",
     )
     on_capture_error: Literal["fallback", "raise"] = Field(
         "fallback", description="fallback: said and counted, the size runs in another mode"

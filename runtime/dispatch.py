@@ -186,7 +186,7 @@ def regret(picks: Mapping[int, tuple[str, int]], measured: Mapping[int, Mapping[
     """For each step size: the pick, the best measured candidate, and how much slower the pick is, as a share."""
     rows = []
     for n, pick in sorted(picks.items()):
-        best = min(measured[n], key=lambda at, n=n: measured[n][at])
+        best = min(measured[n], key=measured[n].__getitem__)
         rows.append({"tokens": n, "pick": pick, "pick_ms": measured[n][pick], "best": best, "best_ms": measured[n][best],
                      "regret": measured[n][pick] / measured[n][best] - 1.0})  # fmt: skip
     return rows

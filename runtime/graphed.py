@@ -13,6 +13,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from runtime.steps import Captured, KeySteps, Representative, Steps
 from runtime.warmup import Progress, capture_all, measure_all, publish, resized, warm_up
 
 MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+_DYNAMIC: Dynamic = {"input_ids": 0}
+_PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
 _HOT = 8  # steps after which a lazily captured size is worth its capture
 
 
@@ -39,9 +42,9 @@ def graphed(
     module: torch.nn.Module,
     config: RuntimeConfig | Mapping[str, Any] | str | Path,
     *,
-    dynamic: Dynamic = {"input_ids": 0},  # noqa: B006  never written
-    pad: Mapping[str, float | int | str] = {"slot_mapping": -1},  # noqa: B006
-    bounds: Mapping[str, int] = {},  # noqa: B006
+    dynamic: Dynamic = _DYNAMIC,
+    pad: Mapping[str, float | int | str] = _PAD,
+    bounds: Mapping[str, int] | None = None,
     static: Iterable[str] = (),
     borrow: bool = False,
 ) -> GraphedModule:
@@ -55,7 +58,7 @@ def graphed(
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
     borrow: outputs are the graph's own memory, not copies; using one after a later step has overwritten it raises.
     """
-    return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds, static=static, borrow=borrow)
+    return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
 
 
 class GraphedModule(torch.nn.Module):
@@ -254,7 +257,7 @@ class GraphedModule(torch.nn.Module):
             captured.step.replay()
         captured.replays += 1
         for name in captured.mutated:
-            values[name].copy_(key.arena._head(name, views[name], real))
+            values[name].copy_(key.arena.real_part(name, views[name], real))
             key.arena.touched([name])
         return self._hand_out(key, captured, real)
 
@@ -278,7 +281,7 @@ class GraphedModule(torch.nn.Module):
                 leaf = leaf.narrow(axis, 0, real[dim.name] + dim.extra)
             if self.borrow:
                 now = captured.replays
-                leaves[i] = Borrowed.over(leaf, lambda now=now: captured.replays != now)
+                leaves[i] = Borrowed.over(leaf, partial(_replayed_since, captured, now))
             else:
                 leaves[i] = leaf.clone()
         return pytree.tree_unflatten(leaves, spec)
@@ -354,6 +357,10 @@ class GraphedModule(torch.nn.Module):
             "graph_bytes": self._steps.graph_bytes,
             "arena_bytes": sum(key.arena.nbytes for key in self._steps.keys.values()),
         }
+
+
+def _replayed_since(captured: Captured, now: int) -> bool:
+    return captured.replays != now
 
 
 def _illegal(key: KeySteps, call: Call) -> str:

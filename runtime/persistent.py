@@ -85,7 +85,7 @@ class Persistent:
         return sum(seen.values())
 
 
-_data_ptr = torch.Tensor.data_ptr
+_data_ptr: Any = torch.Tensor.data_ptr
 
 
 def _address(value: Any) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,7 @@ def default_histogram(max_tokens: int) -> dict[int, float]:
 
 
 def load_histogram(path: str | Path) -> dict[int, float]:
-    """A file of step sizes: JSON ``{"size": count}`` (what ``GraphedModule.save_histogram`` writes), or one size a line, each counted once."""
+    """A file of step sizes: JSON ``{"size": count}``, as ``stats()["step_sizes"]`` is, or one size a line, each counted once."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -43,7 +44,7 @@ def load_histogram(path: str | Path) -> dict[int, float]:
 
 
 def capture_sizes(
-    configured: str | Iterable[int],
+    configured: Literal["auto"] | Iterable[int],
     *,
     max_tokens: int,
     max_num_seqs: int,
@@ -53,7 +54,7 @@ def capture_sizes(
 ) -> tuple[list[int], str]:
     """The sizes to capture, ascending, and a remark for the user ("" if there is nothing to say)."""
     required = {max_tokens, min(max_num_seqs, max_tokens)}
-    if configured == "auto":
+    if isinstance(configured, str):
         return plan_sizes(histogram or default_histogram(max_tokens), max_graphs, max_tokens=max_tokens, required=required, cost=cost), ""
     sizes = list(configured)
     bad = [n for n in sizes if not isinstance(n, int) or isinstance(n, bool) or n < 1]

@@ -90,8 +90,7 @@ class Steps:
         specs = {}
         for name, tensor in example.tensors.items():
             if name not in static:
-                dims = self.binding.dims.get(name, {})
-                where = {axis % tensor.ndim: dim for axis, dim in dims.items()}
+                where = {axis % tensor.ndim: dim for axis, dim in self.binding.dims.get(name, {}).items()}
                 shape = tuple(where.get(axis, n) for axis, n in enumerate(tensor.shape))
                 specs[name] = InputSpec(name, shape, tensor.dtype, self.pad.get(name, 0))
         arena = Arena(specs.values(), self.padded(max_tokens), self.device)
@@ -156,9 +155,8 @@ class Steps:
         )
         try:
             if mode == "piecewise" and len(step.segments) == 1:
-                raise NothingToSplit(
-                    f"no splitting op is called ({', '.join(self.config.compile.splitting_ops) or 'none configured'}), so this is the full graph"
-                )
+                ops = ", ".join(self.config.compile.splitting_ops) or "none is configured"
+                raise NothingToSplit(f"no splitting op is called ({ops}), so this is the full graph")
             mutated = prove(step, key.call, sets, key.arena, self.pool, f"{mode} at size {size}")
         except BaseException:
             step.reset()

@@ -127,8 +127,8 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
             pick = dispatcher.decide(key.text, {steps.binding.token: size}, brief=True)
             shown = pick.mode if pick.size == size else f"{pick.mode}@{pick.size}"
             nbytes = sum(c.step.nbytes for (_, s), c in key.captured.items() if s == size)
-            columns = [ms.get((key.text, mode, size)) for mode in ("eager", "piecewise", "full")]
-            plan.rows.append(PlanRow(key.text, size, *columns, shown, nbytes))
+            eager, piecewise, full = (ms.get((key.text, mode, size)) for mode in ("eager", "piecewise", "full"))
+            plan.rows.append(PlanRow(key.text, size, eager, piecewise, full, shown, nbytes))
     plan.capture_seconds, plan.measure_seconds = capture_s, measure_s
     plan.graph_bytes = steps.pool.nbytes()
     plan.arena_bytes = sum(key.arena.nbytes for key in steps.keys.values())
