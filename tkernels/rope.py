@@ -1,6 +1,6 @@
 """Rotary position embedding, alone and fused with QK-norm and the write of k and v into the paged cache.
 
-    q, k ← x / sqrt(mean(x²) + eps) · weight                          (QK-norm over head_dim, when weights are given)
+    q, k ← x / sqrt(mean(x²) + eps) · (weight_offset + weight)        (QK-norm over head_dim, when weights are given)
     (x1, x2) ← (x1 · cos − x2 · sin, x2 · cos + x1 · sin)             cos, sin = cos_sin[position]
 
 x1 and x2 are the two halves of the first ``rot_dim`` elements (NeoX, Llama) or, interleaved, the even and the odd ones
@@ -35,8 +35,8 @@ def _rotate_ref(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     return torch.cat([torch.stack([y1, y2], -1).flatten(-2) if interleaved else torch.cat([y1, y2], -1), rest], -1)
 
 
-def _norm_ref(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+def _norm_ref(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float) -> torch.Tensor:
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight_offset + weight.to(x.dtype))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope_ref(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The oracle of ``rope``."""
-    q_out, k_out = (_rotate_ref(_wide(x), positions, cos_sin, interleaved).to(x.dtype).contiguous() for x in (q, k))
+    normed = (_norm_ref(_wide(x), weight, eps, weight_offset) for x, weight in ((q, q_weight), (k, k_weight)))
+    q_out, k_out = (_rotate_ref(x, positions, cos_sin, interleaved).to(q.dtype).contiguous() for x in normed)
     return q_out, k_out
 
 
@@ -55,11 +57,11 @@ def rope_and_cache_ref(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False, weight_offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """The oracle of ``rope_and_cache``."""
-    q_out = _rotate_ref(_norm_ref(_wide(q), q_weight, eps), positions, cos_sin, interleaved).to(q.dtype).contiguous()
-    k_out = _rotate_ref(_norm_ref(_wide(k), k_weight, eps), positions, cos_sin, interleaved)
+    q_out = _rotate_ref(_norm_ref(_wide(q), q_weight, eps, weight_offset), positions, cos_sin, interleaved).to(q.dtype).contiguous()
+    k_out = _rotate_ref(_norm_ref(_wide(k), k_weight, eps, weight_offset), positions, cos_sin, interleaved)
     page_size = k_cache.shape[1]
     written = ((slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * page_size)).nonzero().flatten()
     slots = slot_mapping[written]
@@ -97,7 +99,7 @@ def _store(ptrs, x, mask):
 
 @triton.jit
 def _rotate_heads(
-    src, dst, mask_heads, weight_ptr, eps, scale, cos, sin,
+    src, dst, mask_heads, weight_ptr, eps, weight_offset, scale, cos, sin,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -114,9 +116,10 @@ def _rotate_heads(
         factor = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
         zero = tl.zeros((1, 1), tl.int32)
         w1, w2 = _load_pair(weight_ptr + zero, zero == 0, HALF, BLOCK_HALF, INTERLEAVED)
-        x1, x2 = x1 * factor * w1, x2 * factor * w2
+        x1, x2 = x1 * factor * (weight_offset + w1), x2 * factor * (weight_offset + w2)
         if HAS_REST:
-            rest = rest * factor * tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0).to(tl.float32)
+            w_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0).to(tl.float32)
+            rest = rest * factor * (weight_offset + w_rest)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     if HAS_SCALE:
         y1, y2 = tl.div_rn(y1, scale + tl.zeros_like(y1)), tl.div_rn(y2, scale + tl.zeros_like(y2))
@@ -148,7 +151,7 @@ def _rope_kernel(
     positions_ptr, cos_sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kcp, stride_kcs, stride_kch, stride_vcp, stride_vcs, stride_vch, stride_positions, stride_table, stride_slots,
-    num_heads, num_kv_heads, max_positions, num_slots, eps,
+    num_heads, num_kv_heads, max_positions, num_slots, eps, weight_offset,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr, WRITE_CACHE: tl.constexpr,
     HAS_Q_WEIGHT: tl.constexpr, HAS_K_WEIGHT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
@@ -170,7 +173,7 @@ def _rope_kernel(
         src = q_ptr + token * stride_qt + heads.to(tl.int64) * stride_qh
         q_rows = q_out_ptr + (token * num_heads + heads) * HEAD_DIM
         _rotate_heads(
-            src, q_rows, mask, q_weight_ptr, eps, 1.0, cos, sin,
+            src, q_rows, mask, q_weight_ptr, eps, weight_offset, 1.0, cos, sin,
             HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_Q_WEIGHT, False,
         )  # fmt: skip
     else:
@@ -187,7 +190,7 @@ def _rope_kernel(
             v_rows = v_cache_ptr + page * stride_vcp + offset * stride_vcs + wide_heads * stride_vch
             scale = _load_scale(k_scale_ptr, heads, mask, HAS_K_SCALE, K_SCALE_PER_HEAD)
             _rotate_heads(
-                src, k_rows, written, k_weight_ptr, eps, scale, cos, sin,
+                src, k_rows, written, k_weight_ptr, eps, weight_offset, scale, cos, sin,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, HAS_K_SCALE,
             )  # fmt: skip
             offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -199,7 +202,7 @@ def _rope_kernel(
         else:
             k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
             _rotate_heads(
-                src, k_out_rows, mask, k_weight_ptr, eps, 1.0, cos, sin,
+                src, k_out_rows, mask, k_weight_ptr, eps, weight_offset, 1.0, cos, sin,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, False,
             )  # fmt: skip
 
@@ -212,7 +215,10 @@ def _check_heads(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     _checks.check_last_stride(name, x)
 
 
-def _check_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> None:
+def _check_rope(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
+) -> None:  # fmt: skip
     _checks.check_float("q", q)
     if q.dim() != 3 or q.shape[2] == 0:
         raise ValueError(f"q: expected [tokens, heads, head_dim] with head_dim > 0, got {list(q.shape)}")
@@ -226,6 +232,8 @@ def _check_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_s
             f"cos_sin: expected [max_positions, rot_dim] with rot_dim even and 2 to {q.shape[2]} (head_dim), got {list(cos_sin.shape)}"
         )
     _checks.check_last_stride("cos_sin", cos_sin)
+    _check_weight("q_weight", q_weight, q)
+    _check_weight("k_weight", k_weight, q)
 
 
 def _check_tokens(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
@@ -270,21 +278,21 @@ def _check_rope_and_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False, weight_offset: float = 0.0,
 ) -> None:  # fmt: skip
-    _check_rope(q, k, positions, cos_sin)
+    _check_rope(q, k, positions, cos_sin, q_weight=q_weight, k_weight=k_weight)
     _check_heads("v", v, q)
     _checks.check_shape("v", v, tuple(k.shape), "like k")
     _check_cache("k_cache", k_cache, k, k_cache)
     _check_cache("v_cache", v_cache, k, k_cache)
     _check_tokens("slot_mapping", slot_mapping, q)
-    _check_weight("q_weight", q_weight, q)
-    _check_weight("k_weight", k_weight, q)
     _check_scale("k_scale", k_scale, k)
     _check_scale("v_scale", v_scale, k)
 
 
-def _launch(q, k, v, positions, cos_sin, k_out, k_cache, v_cache, slots, q_weight, k_weight, eps, k_scale, v_scale, interleaved):
+def _launch(
+    q, k, v, positions, cos_sin, k_out, k_cache, v_cache, slots, q_weight, k_weight, eps, weight_offset, k_scale, v_scale, interleaved
+):
     """Launch over all tokens; exactly one of k_out and (v, k_cache, v_cache, slots) is given. Returns a fresh q."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -301,7 +309,7 @@ def _launch(q, k, v, positions, cos_sin, k_out, k_cache, v_cache, slots, q_weigh
             q, k, v, q_out, k_out, k_cache, v_cache, positions, cos_sin, slots, q_weight, k_weight, k_scale, v_scale,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), *(v.stride()[:2] if write else (0, 0)), *cache_strides,
             positions.stride(0), cos_sin.stride(0), slots.stride(0) if write else 0,
-            num_heads, num_kv_heads, cos_sin.shape[0], k_cache.shape[0] * k_cache.shape[1] if write else 0, eps,
+            num_heads, num_kv_heads, cos_sin.shape[0], k_cache.shape[0] * k_cache.shape[1] if write else 0, eps, weight_offset,
             PAGE_SIZE=max(k_cache.shape[1], 1) if write else 1, HEAD_DIM=head_dim, HALF=half, BLOCK_D=block_d,
             BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_H=block_h,
             INTERLEAVED=interleaved, WRITE_CACHE=write, HAS_Q_WEIGHT=q_weight is not None, HAS_K_WEIGHT=k_weight is not None,
@@ -314,26 +322,31 @@ def _launch(q, k, v, positions, cos_sin, k_out, k_cache, v_cache, slots, q_weigh
 
 
 def _rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_rope(q, k, positions, cos_sin)
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check_rope(q, k, positions, cos_sin, q_weight=q_weight, k_weight=k_weight)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    return _launch(q, k, None, positions, cos_sin, k_out, None, None, None, None, None, 0.0, None, None, interleaved), k_out
+    q_out = _launch(
+        q, k, None, positions, cos_sin, k_out, None, None, None, q_weight, k_weight, eps, weight_offset, None, None, interleaved
+    )  # fmt: skip
+    return q_out, k_out
 
 
 def _rope_and_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False, weight_offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     _check_rope_and_cache(
         q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping,
         q_weight=q_weight, k_weight=k_weight, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return _launch(
-        q, k, v, positions, cos_sin, None, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale, interleaved
-    )
+        q, k, v, positions, cos_sin, None, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, weight_offset, k_scale, v_scale,
+        interleaved,
+    )  # fmt: skip
 
 
 def _fake_like(x: torch.Tensor) -> torch.Tensor:
@@ -341,15 +354,16 @@ def _fake_like(x: torch.Tensor) -> torch.Tensor:
 
 
 _rope_op = define(
-    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False) -> (Tensor, Tensor)",
+    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False, *, Tensor? q_weight=None, "
+    "Tensor? k_weight=None, float eps=1e-6, float weight_offset=0.0) -> (Tensor, Tensor)",
     kernel=_rope,
     reference=_checks.checked(_check_rope, rope_ref),
-    fake=lambda q, k, positions, cos_sin, interleaved=False: (_fake_like(q), _fake_like(k)),
+    fake=lambda q, k, *args, **kwargs: (_fake_like(q), _fake_like(k)),
 )
 _rope_and_cache_op = define(
     "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, *, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, bool interleaved=False) -> Tensor",
+    "Tensor? v_scale=None, bool interleaved=False, float weight_offset=0.0) -> Tensor",
     kernel=_rope_and_cache,
     reference=_checks.checked(_check_rope_and_cache, rope_and_cache_ref),
     fake=lambda q, *args, **kwargs: _fake_like(q),
@@ -357,23 +371,28 @@ _rope_and_cache_op = define(
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by their positions: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *,
+    q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q and k rotated by their positions, after QK-norm if weights are given: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
 
     q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], fp16, bf16 or fp32, by strides, last stride 1.
     positions: [tokens] int64; one outside the table gives NaN. cos_sin: [max_positions, rot_dim] fp32, cos then sin.
+    q_weight, k_weight: [head_dim], RMSNorm weights of QK-norm; weight_offset is added to them in fp32 (Gemma: 1), eps to the mean square.
     interleaved: partners are even and odd elements (GPT-J) rather than halves (NeoX).
     Returns fresh contiguous (q, k). Raises ValueError or TypeError naming the argument that is wrong.
     """
-    return _rope_op(q, k, positions, cos_sin, interleaved)
+    return _rope_op(
+        q, k, positions, cos_sin, interleaved, q_weight=q_weight, k_weight=k_weight, eps=eps, weight_offset=weight_offset
+    )  # fmt: skip
 
 
 def rope_and_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, interleaved: bool = False, weight_offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """QK-norm (optional), rotation of q and k, and the write of k and v to their pages, in one kernel. Returns the new q.
 
@@ -382,11 +401,12 @@ def rope_and_cache(
     positions: [tokens] int64. cos_sin: [max_positions, rot_dim] fp32, cos then sin; rot_dim < head_dim is a partial rotary.
     k_cache, v_cache: [pages, page_size, kv_heads, head_dim] fp16, bf16, fp32 or e4m3, any strides with the last one 1. Mutated.
     slot_mapping: [tokens] int64, page * page_size + offset; a slot outside the cache (−1: padding) writes nothing.
-    q_weight, k_weight: [head_dim], RMSNorm weights of QK-norm; eps is added to the mean square.
+    q_weight, k_weight: [head_dim], RMSNorm weights of QK-norm; weight_offset is added to them in fp32 (Gemma: 1), eps to the mean square.
     k_scale, v_scale: fp32, one element or [kv_heads]; the cache holds value / scale, saturated to ±448 in e4m3.
     Raises ValueError or TypeError naming the argument that is wrong.
     """
     return _rope_and_cache_op(
         q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping,
         q_weight=q_weight, k_weight=k_weight, eps=eps, k_scale=k_scale, v_scale=v_scale, interleaved=interleaved,
+        weight_offset=weight_offset,
     )  # fmt: skip

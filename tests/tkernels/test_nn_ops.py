@@ -53,3 +53,31 @@ def test_ops_pass_opcheck(device: torch.device) -> None:
     opcheck(torch.ops.tkernels.gelu_mul.default, (x, x, "none"))
     opcheck(torch.ops.tkernels.rms_norm.default, (x, weight, 1e-5, 1.0))
     opcheck(torch.ops.tkernels.add_rms_norm.default, (x, x, weight, 1e-5, 1.0))
+
+
+def test_rope_norms_heads_before_it_rotates(device: torch.device) -> None:
+    """QK-norm in the rope kernel equals the norm by itself, then the rotation; with Gemma's offset and a partial rotary."""
+    q, k = torch.randn(5, 4, 24, device=device), torch.randn(5, 2, 24, device=device)
+    q_weight, k_weight = torch.randn(24, device=device) * 0.1, torch.randn(24, device=device) * 0.1
+    angles = torch.rand(9, 8, device=device)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    positions = torch.tensor([0, 8, 3, 3, 1], device=device)
+    got = tkernels.rope(q, k, positions, table, q_weight=q_weight, k_weight=k_weight, eps=1e-5, weight_offset=1.0)
+    normed = (tkernels.rms_norm(q, q_weight, 1e-5, 1.0), tkernels.rms_norm(k, k_weight, 1e-5, 1.0))
+    for out, expected in zip(got, tkernels.rope(*normed, positions, table), strict=True):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    opcheck(torch.ops.tkernels.rope.default, (q, k, positions, table, False), dict(q_weight=q_weight, k_weight=k_weight, weight_offset=1.0))
+
+
+def test_rope_and_cache_takes_the_offset(device: torch.device) -> None:
+    q, k, v = torch.randn(3, 4, 16, device=device), torch.randn(3, 2, 16, device=device), torch.randn(3, 2, 16, device=device)
+    weight = torch.randn(16, device=device) * 0.1
+    table = torch.cat([torch.ones(4, 8, device=device), torch.zeros(4, 8, device=device)], -1)  # no rotation
+    caches = torch.zeros(2, 2, 4, 2, 16, device=device)
+    out = tkernels.rope_and_cache(
+        q, k, v, torch.arange(3, device=device), table, caches[0], caches[1], torch.tensor([0, 5, -1], device=device),
+        q_weight=weight, k_weight=weight, eps=1e-5, weight_offset=1.0,
+    )  # fmt: skip
+    torch.testing.assert_close(out, tkernels.rms_norm(q, weight, 1e-5, 1.0))
+    torch.testing.assert_close(caches[0, 1, 1], tkernels.rms_norm(k, weight, 1e-5, 1.0)[1])
+    assert caches[0].count_nonzero() == 2 * 2 * 16
