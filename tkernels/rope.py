@@ -44,7 +44,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope_ref(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The oracle of ``rope``."""
@@ -216,7 +216,7 @@ def _check_heads(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
 ) -> None:  # fmt: skip
     _checks.check_float("q", q)
@@ -322,7 +322,7 @@ def _launch(
 
 
 def _rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False, *,
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False,
     q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_rope(q, k, positions, cos_sin, q_weight=q_weight, k_weight=k_weight)
@@ -354,7 +354,7 @@ def _fake_like(x: torch.Tensor) -> torch.Tensor:
 
 
 _rope_op = define(
-    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False, *, Tensor? q_weight=None, "
+    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False, Tensor? q_weight=None, "
     "Tensor? k_weight=None, float eps=1e-6, float weight_offset=0.0) -> (Tensor, Tensor)",
     kernel=_rope,
     reference=_checks.checked(_check_rope, rope_ref),
@@ -383,9 +383,7 @@ def rope(
     interleaved: partners are even and odd elements (GPT-J) rather than halves (NeoX).
     Returns fresh contiguous (q, k). Raises ValueError or TypeError naming the argument that is wrong.
     """
-    return _rope_op(
-        q, k, positions, cos_sin, interleaved, q_weight=q_weight, k_weight=k_weight, eps=eps, weight_offset=weight_offset
-    )  # fmt: skip
+    return _rope_op(q, k, positions, cos_sin, interleaved, q_weight, k_weight, eps, weight_offset)
 
 
 def rope_and_cache(

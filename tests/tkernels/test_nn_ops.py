@@ -66,7 +66,7 @@ def test_rope_norms_heads_before_it_rotates(device: torch.device) -> None:
     normed = (tkernels.rms_norm(q, q_weight, 1e-5, 1.0), tkernels.rms_norm(k, k_weight, 1e-5, 1.0))
     for out, expected in zip(got, tkernels.rope(*normed, positions, table), strict=True):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    opcheck(torch.ops.tkernels.rope.default, (q, k, positions, table, False), dict(q_weight=q_weight, k_weight=k_weight, weight_offset=1.0))
+    opcheck(torch.ops.tkernels.rope.default, (q, k, positions, table, False, q_weight, k_weight, 1e-5, 1.0))
 
 
 def test_rope_and_cache_takes_the_offset(device: torch.device) -> None:
