@@ -42,7 +42,7 @@ def sample_ref(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
 ) -> torch.Tensor:
     """The oracle: a sort, and sums in fp64."""
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     x = logits.double()
     x = torch.where(x.isnan(), -float("inf"), x)
     random = temperature > 0
@@ -166,7 +166,8 @@ def _count_and_mass(
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, steps_ptr, top_ptr, extra_ptr, ids_ptr, tokens_ptr,
-    stride_row, vocab, num_runs, slack, SHIFT: tl.constexpr, BLOCK_RUNS: tl.constexpr, TILE_RUNS: tl.constexpr, DRAW_RUNS: tl.constexpr, RUN: tl.constexpr,
+    stride_row, vocab, num_runs, slack,
+    SHIFT: tl.constexpr, BLOCK_RUNS: tl.constexpr, TILE_RUNS: tl.constexpr, DRAW_RUNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """One program: one row. Combines the runs of greedy and unfiltered rows; filters and draws the others."""
     row = tl.program_id(0).to(tl.int64)
@@ -305,7 +306,8 @@ def _sample(
         )  # fmt: skip
         _finish_kernel[(rows,)](
             logits, temperature, top_k, top_p, seeds, steps, values[0], values[1], ids, tokens, logits.stride(0), vocab, num_runs, _SLACK,
-            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=triton.next_power_of_2(num_runs), TILE_RUNS=_TILE_RUNS, DRAW_RUNS=_TILE_RUNS // 2, RUN=_RUN, num_warps=16,
+            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=triton.next_power_of_2(num_runs),
+            TILE_RUNS=_TILE_RUNS, DRAW_RUNS=_TILE_RUNS // 2, RUN=_RUN, num_warps=16,
         )  # fmt: skip
     return tokens
 

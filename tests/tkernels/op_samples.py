@@ -1,0 +1,107 @@
+"""Sample calls of every op in ``torch.ops.tkernels``, for the contract tests. A new op adds one entry.
+
+``SAMPLES[name](device)`` returns a list of ``(args, kwargs)``: contiguous, strided and empty inputs, small. The first call is also
+compiled. Each call builds fresh tensors: ops may write into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from oracle import column_slice
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _rows(device: torch.device, width: int) -> list[torch.Tensor]:
+    """Contiguous, a column slice, two dimensions that do not fold, one row, none."""
+    x = torch.randn(3, 4, width, device=device)
+    return [x[0], column_slice(x[0]), column_slice(x)[:, :3], x[:1, 0], x[0, :0]]
+
+
+def rms_norm(device: torch.device) -> list[Call]:
+    return [((x, torch.randn(24, device=device), 1e-6), {}) for x in _rows(device, 24)]
+
+
+def add_rms_norm(device: torch.device) -> list[Call]:
+    return [((x, y, torch.randn(24, device=device), 1e-6), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
+
+
+def silu_and_mul(device: torch.device) -> list[Call]:
+    return [((x,), {}) for x in _rows(device, 24)]
+
+
+def gelu_and_mul(device: torch.device) -> list[Call]:
+    return [((x, approximate), {}) for x in _rows(device, 24) for approximate in ("tanh", "none")]
+
+
+def silu_mul(device: torch.device) -> list[Call]:
+    return [((x, y), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
+
+
+def _qkv(device: torch.device, tokens: int, strided: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads, kv_heads, dim = 4, 2, 8
+    if not strided:
+        return tuple(torch.randn(tokens, n, dim, device=device) for n in (heads, kv_heads, kv_heads))  # type: ignore[return-value]
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=device)
+    q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    return q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
+
+
+def _rope_inputs(device: torch.device, tokens: int, strided: bool) -> tuple[torch.Tensor, ...]:
+    positions = torch.arange(tokens, device=device)
+    return (*_qkv(device, tokens, strided), positions, torch.randn(8, 6, device=device))
+
+
+def rope(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for tokens, strided in ((5, False), (5, True), (1, True), (0, False)):
+        q, k, _, positions, cos_sin = _rope_inputs(device, tokens, strided)
+        calls.append(((q, k, positions, cos_sin, strided), {}))
+    return calls
+
+
+def rope_and_cache(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for tokens, strided in ((5, False), (5, True), (1, True), (0, False)):
+        q, k, v, positions, cos_sin = _rope_inputs(device, tokens, strided)
+        caches = (
+            torch.zeros(2, 3, 4, 2, 8, device=device).unbind(0)
+            if not strided
+            else [torch.zeros(3, 4, 4, 8, device=device)[:, :, :2] for _ in "kv"]
+        )
+        slots = torch.tensor([3, -1, 7, 8, 11], device=device)[:tokens]
+        kwargs: dict[str, Any] = {"interleaved": strided}
+        if strided:
+            kwargs |= {
+                "q_weight": torch.randn(8, device=device),
+                "k_weight": torch.randn(8, device=device),
+                "v_scale": torch.ones(2, device=device),
+            }
+        calls.append(((q, k, v, positions, cos_sin, caches[0].clone(), caches[1].clone(), slots), kwargs))
+    return calls
+
+
+def sample(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for logits in (torch.randn(3, 40, device=device), column_slice(torch.randn(3, 40, device=device)), torch.randn(0, 40, device=device)):
+        rows = logits.shape[0]
+        temperature = torch.tensor([0.0, 1.0, 0.7], device=device)[:rows]
+        top_k = torch.tensor([0, 0, 5], dtype=torch.int32, device=device)[:rows]
+        numbers = torch.arange(rows, device=device)
+        calls.append(((logits, temperature, top_k, torch.ones(rows, device=device), numbers, numbers), {}))
+    return calls
+
+
+SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
+    "add_rms_norm": add_rms_norm,
+    "gelu_and_mul": gelu_and_mul,
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "rope_and_cache": rope_and_cache,
+    "sample": sample,
+    "silu_and_mul": silu_and_mul,
+    "silu_mul": silu_mul,
+}

@@ -1,0 +1,133 @@
+"""What every op promises, checked for every op that is registered: add its sample calls to op_samples.py.
+
+opcheck (schema, fakes, autograd registration, AOT dispatch), torch.compile(fullgraph=True), outputs that never alias inputs or each
+other, fakes with the real strides, a backward that raises, and inputs that stay as they were unless the schema declares a mutation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_samples import SAMPLES
+from oracle import storage_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tkernels  # noqa: F401  (registers the ops)
+
+
+def _registered() -> list[str]:
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("tkernels::"))
+    return sorted(n.removeprefix("tkernels::").split(".")[0] for n in names)
+
+
+OPS = _registered()
+CHECKED = [name for name in OPS if name in SAMPLES]
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.tkernels, name).default
+
+
+def _outputs(result: Any) -> list[torch.Tensor]:
+    return [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, torch.Tensor)]
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+
+
+def _mutated(name: str) -> set[str]:
+    return {a.name for a in _op(name)._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def _named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip((a.name for a in _op(name)._schema.arguments), args, strict=False)) | kwargs
+
+
+def test_every_op_has_sample_calls() -> None:
+    assert set(OPS) == set(SAMPLES), "each registered op needs an entry in op_samples.py, and each entry an op"
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_b028_opcheck(name: str, device: torch.device) -> None:
+    calls = SAMPLES[name](device)
+    for args, kwargs in calls:
+        torch.library.opcheck(_op(name), args, kwargs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(_op(name), *calls[0], test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_b028_outputs_never_alias(name: str, device: torch.device) -> None:
+    for args, kwargs in SAMPLES[name](device):
+        inputs = {storage_of(x) for x in _tensors(args, kwargs) if x.numel()}
+        outputs = [storage_of(x) for x in _outputs(_op(name)(*args, **kwargs)) if x.numel()]
+        assert not inputs & set(outputs), "an output shares storage with an input"
+        assert len(set(outputs)) == len(outputs), "two outputs share storage"
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_only_declared_arguments_are_written(name: str, device: torch.device) -> None:
+    for args, kwargs in SAMPLES[name](device):
+        named = _named(name, args, kwargs)
+        kept = {k: x for k, x in named.items() if isinstance(x, torch.Tensor) and k not in _mutated(name)}
+        before = {k: x.clone() for k, x in kept.items()}
+        _op(name)(*args, **kwargs)
+        for key, x in kept.items():
+            torch.testing.assert_close(x, before[key], rtol=0, atol=0, equal_nan=True, msg=f"{key} was written")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_b073_fake_outputs_look_like_real_ones(name: str, device: torch.device) -> None:
+    for args, kwargs in SAMPLES[name](device):
+        real = _outputs(_op(name)(*args, **kwargs))
+        with FakeTensorMode() as mode:
+            fake_args = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            fake = _outputs(_op(name)(*fake_args[0], **fake_args[1]))
+        assert len(real) == len(fake)
+        for r, f in zip(real, fake, strict=True):
+            want = (r.shape, r.stride(), r.dtype, r.device, r.storage_offset())
+            assert (f.shape, f.stride(), f.dtype, f.device, f.storage_offset()) == want
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_compiles_in_one_graph(name: str, device: torch.device) -> None:
+    calls = SAMPLES[name](device)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return _op(name)(*args, **kwargs)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    (args, kwargs), (other_args, other_kwargs) = calls[0], torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, calls[0])
+    with torch.no_grad():
+        got, want = _outputs(compiled(*args, **kwargs)), _outputs(step(*other_args, **other_kwargs))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=0, equal_nan=True)
+    for key, x in _named(name, args, kwargs).items():
+        if key in _mutated(name):
+            torch.testing.assert_close(x, _named(name, other_args, other_kwargs)[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_gradients_are_refused_with_advice(name: str, device: torch.device) -> None:
+    args, kwargs = SAMPLES[name](device)[0]
+    first = next(i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
+    with pytest.raises(NotImplementedError, match="inference-only"):
+        results = [x for x in _outputs(_op(name)(*args, **kwargs)) if x.is_floating_point()]
+        if not results:
+            raise NotImplementedError("inference-only by nature: no output that could have a gradient")
+        results[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_b161_empty_inputs_cold_and_warm(name: str, device: torch.device) -> None:
+    """The last sample call of each op is the empty one: no launch, outputs of the right shape; also right after a full call."""
+    calls = SAMPLES[name](device)
+    args, kwargs = calls[-1]
+    assert any(x.numel() == 0 for x in _tensors(args, kwargs)), "the last sample call is the empty one"
+    _op(name)(*args, **kwargs)
+    _op(name)(*calls[0][0], **calls[0][1])
+    for x in _outputs(_op(name)(*args, **kwargs)):
+        assert x.numel() == 0
