@@ -4,8 +4,9 @@
     layer:   h = h + o_proj(attention(rope(q, k), v)),  then  h = h + down(silu(gate) · up),  each after an RMSNorm
     logits = lm_head(norm(h[logits_rows]))
 
-Between two attentions lie one residual-add-norm per sublayer, one fused projection each for q, k, v and for gate, up; the keys
-and values of the step are written to their pages by ``rope_and_cache``. Nothing here depends on data, so any size of it can be
+There is one fused projection each for q, k, v and for gate, up. A projection takes the norm before it and the activation or the sum
+after it into its own kernel where ``tkernels.linear`` has one for the number of rows; the keys and values of the step are written to
+their pages by ``rope_and_cache``. Nothing here depends on data, so any size of it can be
 compiled with ``fullgraph=True`` and captured.
 """
 
@@ -35,15 +36,32 @@ class Step(NamedTuple):
     max_query_len: int
 
 
-def _linear(inputs: int, outputs: int, bias: bool, spec: ModelSpec, device: torch.device) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=spec.dtype, device=device)
+class Linear(nn.Linear):
+    """A projection with what stands around it: ``tkernels.linear`` fuses the norm before it and the activation or sum after it."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        if norm is None:
+            return tkernels.linear(input, self.weight, self.bias, residual=residual, gated=gated)
+        return tkernels.linear(input, self.weight, self.bias, norm_weight=norm.weight, residual=residual, gated=gated, eps=norm.eps)
+
+
+def _linear(inputs: int, outputs: int, bias: bool, spec: ModelSpec, device: torch.device) -> Linear:
+    return cast(Linear, nn.utils.skip_init(Linear, inputs, outputs, bias=bias, dtype=spec.dtype, device=device))
 
 
 class Norm(nn.Module):
-    """The weight of an RMSNorm; the ops that use it fuse it with what comes before."""
+    """The weight of an RMSNorm; the projection that follows applies it."""
 
     def __init__(self, size: int, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
+        self.eps = spec.rms_eps
         self.weight = nn.Parameter(torch.empty(size, dtype=spec.dtype, device=device), requires_grad=False)
 
 
@@ -65,10 +83,10 @@ class Attention(nn.Module):
         self.register_buffer("k_cache", None, persistent=False)
         self.register_buffer("v_cache", None, persistent=False)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
+    def forward(self, residual: torch.Tensor, norm: Norm, rotation: Rotation, step: Step) -> torch.Tensor:
         if self.k_cache is None or self.v_cache is None:
             raise RuntimeError("the model has no KV cache: call model.bind_cache(allocate_cache(model.spec, ...)) first")
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
+        qkv = self.qkv_proj(residual, norm).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
         q, k, v = qkv.split(self.heads, 1)
         q = tkernels.rope_and_cache(
             q,
@@ -97,7 +115,7 @@ class Attention(nn.Module):
             window=self.window,
             out=out,
         )
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.flatten(1), residual=residual)
 
 
 class MLP(nn.Module):
@@ -108,31 +126,23 @@ class MLP(nn.Module):
         self.gate_up_proj = _linear(spec.hidden, 2 * spec.intermediate, spec.mlp_bias, spec, device)
         self.down_proj = _linear(spec.intermediate, spec.hidden, spec.mlp_bias, spec, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(tkernels.silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(residual, norm, gated=True), residual=residual)
 
 
 class Layer(nn.Module):
-    """One block. It takes what the block before adds to the residual, so that the addition is fused with the first norm."""
+    """One block: each half reads the residual through its norm and adds to it."""
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device) -> None:
         super().__init__()
-        self.eps = spec.rms_eps
         self.input_norm = Norm(spec.hidden, spec, device)
         self.attention = Attention(spec, layer, device)
         self.post_norm = Norm(spec.hidden, spec, device)
         self.mlp = MLP(spec, device)
 
-    def forward(
-        self, update: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if update is None:
-            x = tkernels.rms_norm(residual, self.input_norm.weight, self.eps)
-        else:
-            x, residual = tkernels.add_rms_norm(update, residual, self.input_norm.weight, self.eps)
-        update = self.attention(x, rotation, step)
-        x, residual = tkernels.add_rms_norm(update, residual, self.post_norm.weight, self.eps)
-        return self.mlp(x), residual
+    def forward(self, residual: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
+        residual = self.attention(residual, self.input_norm, rotation, step)
+        return self.mlp(residual, self.post_norm)
 
 
 class CausalLM(nn.Module):
@@ -171,13 +181,11 @@ class CausalLM(nn.Module):
         rotation = self.rotary(positions, seq_lens, cu_seqlens_q)
         step = Step(slot_mapping, block_table, seq_lens, cu_seqlens_q, max_query_len)
         residual = F.embedding(input_ids, self.embed_tokens)  # [tokens, hidden]
-        update: torch.Tensor | None = None
         for layer in self.layers:
-            update, residual = layer(update, residual, rotation, step)
-        assert update is not None
+            residual = layer(residual, rotation, step)
         # [seqs, hidden] from here on: only the wanted rows go through the last norm and the head
-        x, _ = tkernels.add_rms_norm(update[logits_rows], residual[logits_rows], self.norm.weight, self.spec.rms_eps)
-        return F.linear(x, self.embed_tokens if self.lm_head is None else self.lm_head.weight)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head.weight
+        return tkernels.linear(residual[logits_rows], head, norm_weight=self.norm.weight, eps=self.norm.eps)
 
     def bind_cache(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Register one (k, v) pair a layer as non-persistent buffers, replacing those bound before.
