@@ -19,52 +19,57 @@ import torch
 from bench.harness import back_to_back_us, write_results
 from bench.plain_llama import PlainLlamaStep
 from bench.shapes import LLAMA_1B, TINY
+from runtime.graphed import graphed
 from runtime.model import allocate_cache, random_model
-from runtime.runner import Step, graphed_step
+from runtime.runner import DYNAMIC, PAD, StepModule
 
 PAGE_SIZE = 16
 
 
-def our_step(model: Any, batch: int, context: int, device: str) -> tuple[Any, dict[str, Any]]:
-    """(Step module, its arguments for ``batch`` rows of ``context`` tokens on permuted pages)."""
+def our_step(model: Any, batch: int, context: int, device: str) -> tuple[StepModule, dict[str, Any]]:
+    """(the step, its arguments on the host: ``batch`` rows that hold ``context`` tokens, the new one included, on permuted pages)."""
     pages_each = -(-context // PAGE_SIZE)
     caches = allocate_cache(model.spec, batch * pages_each + 1, PAGE_SIZE, model.spec.dtype, device)
     for k_cache, v_cache in caches:
         k_cache.normal_()
         v_cache.normal_()
     model.bind_cache(caches)
-    table = torch.randperm(batch * pages_each, device=device).to(torch.int32).view(batch, pages_each) + 1
+    generator = torch.Generator().manual_seed(batch)
+    table = torch.randperm(batch * pages_each, generator=generator).to(torch.int32).view(batch, pages_each) + 1
     last = context - 1
     arguments = {
-        "input_ids": torch.randint(0, model.spec.vocab, (batch,), device=device),
-        "positions": torch.full((batch,), last, device=device),
+        "input_ids": torch.randint(0, model.spec.vocab, (batch,), generator=generator),
+        "token_source": torch.full((batch,), -1),
+        "positions": torch.full((batch,), last),
         "slot_mapping": table[:, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE,
         "block_table": table,
-        "seq_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
-        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device),
-        "logits_rows": torch.arange(batch, device=device),
-        "temperature": torch.zeros(batch, device=device),
-        "top_k": torch.zeros(batch, dtype=torch.int32, device=device),
-        "top_p": torch.ones(batch, device=device),
-        "seeds": torch.zeros(batch, dtype=torch.int64, device=device),
-        "steps": torch.zeros(batch, dtype=torch.int64, device=device),
+        "seq_lens": torch.full((batch,), context, dtype=torch.int32),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32),
+        "logits_rows": torch.arange(batch),
+        "temperature": torch.zeros(batch),
+        "top_k": torch.zeros(batch, dtype=torch.int32),
+        "top_p": torch.ones(batch),
+        "seeds": torch.zeros(batch, dtype=torch.int64),
+        "draws": torch.zeros(batch, dtype=torch.int64),
         "max_query_len": 1,
     }
-    return Step(model), arguments
+    return StepModule(model, batch), arguments
 
 
-def our_runs(model: Any, batch: int, context: int, device: str, backend: str) -> dict[str, Callable[[], torch.Tensor]]:
+def our_runs(model: Any, batch: int, context: int, device: str, backend: str, say: bool) -> dict[str, Callable[[], torch.Tensor]]:
     runs = {}
     step, arguments = our_step(model, batch, context, device)
     for mode in ("eager", "piecewise", "full"):
         config = {
-            "graph": {"mode": mode, "capture_sizes": [batch], "max_tokens": batch},
+            "graph": {"mode": mode, "capture_sizes": [batch], "max_tokens": batch, "on_capture_error": "raise"},
             "scheduler": {"max_num_seqs": batch, "max_batch_tokens": max(batch, 8)},
             "compile": {"backend": backend},
         }
-        graphed = graphed_step(step, config)
-        graphed.warmup(**arguments)
-        runs[f"ours {mode} ({backend})"] = lambda graphed=graphed: graphed(**arguments)
+        graph = graphed(step, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": batch})
+        plan = graph.warmup(**arguments)
+        if say:
+            print(plan, flush=True)
+        runs[f"ours {mode} ({backend})"] = lambda graph=graph: graph(**arguments)
     return runs
 
 
@@ -106,18 +111,19 @@ def check_logits(model: Any, batch: int, context: int, device: str) -> float:
     plain = PlainLlamaStep(model, batch, context)
     for layer, block in enumerate(model.layers):
         for mine, theirs in ((block.attention.k_cache, plain.k_caches[layer]), (block.attention.v_cache, plain.v_caches[layer])):
-            gathered = mine[arguments["block_table"].long()].flatten(1, 2)[:, :context]  # [batch, context, kv_heads, head_dim]
+            gathered = mine[arguments["block_table"].long().to(device)].flatten(1, 2)[:, :context]  # [batch, context, kv_heads, head_dim]
             theirs.copy_(gathered.transpose(1, 2))
     names = ("input_ids", "positions", "slot_mapping", "block_table", "seq_lens", "cu_seqlens_q", "logits_rows", "max_query_len")
-    ours = model(**{name: arguments[name] for name in names}).float()
-    theirs = plain.logits(arguments["input_ids"], arguments["positions"]).float()
+    on_device = {name: arguments[name].to(device) if name != "max_query_len" else 1 for name in names}
+    ours = model(**on_device).float()
+    theirs = plain.logits(on_device["input_ids"], on_device["positions"]).float()
     error = float((ours - theirs).norm() / theirs.norm())
     if not error < 3e-2:
         raise SystemExit(f"relative error of the logits is {error}: not timing a wrong answer")
     return error
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="")
@@ -127,6 +133,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
     parser.add_argument("--peers", nargs="*", default=["torch eager", "reduce-overhead", "Inductor in one graph"])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--verbose", action="store_true", help="print each plan")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = TINY if options.small else LLAMA_1B
@@ -137,7 +144,7 @@ def main() -> None:
         peers = peer_runs(model, batch, options.context, device, options.peers)
         ours: dict[str, Callable[[], torch.Tensor]] = {}
         for backend in options.backends:
-            runs = our_runs(model, batch, options.context, device, backend)
+            runs = our_runs(model, batch, options.context, device, backend, options.verbose)
             check_modes(runs)
             ours |= runs
         times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}

@@ -1,0 +1,111 @@
+"""What the attention benches share: paged batches on the GPU, interleaved timing of CUDA graphs, and the facts of a run.
+
+Every figure is the median over interleaved rounds of one graph that holds at least ten calls, each on its own part of a KV cache
+larger than L2, with permuted pages. Inputs are random.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+READ_BANDWIDTH = 4.46e12  # bytes/s that pure reads reach on an H200
+_ROTATE = 300 << 20  # bytes that the calls of a graph walk through: five times the L2 of an H200
+
+
+@dataclass
+class Batch:
+    """Inputs of paged attention; ``tables`` holds one block table per copy, all into one cache."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    tables: list[torch.Tensor]
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    kv_bytes: int
+
+    def arguments(self, copy: int) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.tables[copy % len(self.tables)], self.seq_lens, self.cu_seqlens_q
+
+
+def make_batch(
+    lens: list[int], query_lens: list[int], *, heads: int = 32, kv_heads: int = 8, dim: int = 128, page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None, rotate: int = _ROTATE,
+) -> Batch:  # fmt: skip
+    cache_dtype = cache_dtype or dtype
+    counts = [-(-n // page_size) for n in lens]
+    kv_bytes = 2 * sum(lens) * kv_heads * dim * cache_dtype.itemsize
+    copies = max(2, min(64, -(-rotate // max(kv_bytes, 1)))) if rotate else 1
+    pages = copies * sum(counts) + 1
+    k_cache = torch.empty((pages, page_size, kv_heads, dim), dtype=cache_dtype, device="cuda")
+    v_cache = torch.empty_like(k_cache)
+    for cache in (k_cache, v_cache):
+        for part in cache.split(max(1, (1 << 28) // (page_size * kv_heads * dim))):
+            part.copy_(torch.randn(part.shape, device="cuda"))
+    order = (torch.randperm(pages - 1, device="cuda") + 1).to(torch.int32).cpu()
+    tables, at = [], 0
+    for _ in range(copies):
+        table = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
+        for s, count in enumerate(counts):
+            table[s, :count] = order[at : at + count]
+            at += count
+        tables.append(table.cuda())
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    q = torch.randn((int(starts[-1]), heads, dim), device="cuda").to(dtype)
+    return Batch(q, k_cache, v_cache, tables, torch.tensor(lens, dtype=torch.int32).cuda(), starts.cuda(), kv_bytes)
+
+
+def capture(call: Callable[[int], Any], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` calls; call gets its number, from which it picks its inputs."""
+    for i in range(2):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    return graph
+
+
+def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int = 9) -> dict[str, float]:
+    """Median microseconds a call of each graph, the graphs taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def save(name: str, results: Any, folder: str | None = None) -> None:
+    """Write ``results`` with the facts of the run to ``folder`` (default: $OUT, else bench/results)."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    facts = {
+        "gpu": properties.name, "driver": driver.stdout.strip(), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),
+    }  # fmt: skip
+    path = Path(folder or os.environ.get("OUT") or Path(__file__).parent / "results") / f"{name}.json"
+    path.write_text(json.dumps({"facts": facts, "results": results}, indent=1))

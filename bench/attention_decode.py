@@ -1,0 +1,132 @@
+"""Decode over a paged cache against torch SDPA on contiguous KV, in one run, inside CUDA graphs.
+
+    python bench/attention_decode.py [--cases rows,mixed,fp8,window,queries,length,batch] [--sweep]
+
+Each case is checked against the oracle first; a wrong one is not timed. --sweep: every tile choice of _SWEEP besides the shipped one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error, save
+from tkernels.attention._inputs import check_inputs
+from tkernels.attention._tiles import DecodeTiles
+from tkernels.attention.decode import QUERY_LEN, decode
+from tkernels.attention.ref import paged_attention_ref
+
+ROWS = [(1, 1024), (1, 8192), (1, 131072), (8, 4096), (16, 1024), (32, 4096), (64, 2048), (128, 1024), (128, 8192), (256, 2048)]
+_SWEEP: dict[str, DecodeTiles] = {}
+
+
+def ours(batch: Batch, tiles: DecodeTiles | None = None, decode: Any = decode, **keywords: Any) -> Any:
+    """call(i) -> out: the launches of paged_attention for a decode bucket, without the op around them."""
+    longest = int((batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).max())
+    out = torch.full_like(batch.q, float("nan"))
+    window, softcap, sinks = keywords.get("window", 0), keywords.get("softcap", 0.0), keywords.get("sinks")
+    scales = (keywords.get("k_scale"), keywords.get("v_scale"))
+
+    def call(i: int) -> torch.Tensor:
+        inputs = check_inputs(*batch.arguments(i), batch.q.shape[-1] ** -0.5, True, window, softcap, sinks, *scales, 1.0)
+        decode(inputs, out, None, 1 if longest == 1 else QUERY_LEN, tiles)
+        return out
+
+    return call
+
+
+def sdpa(batch_size: int, length: int, copies: int) -> Any:
+    q = torch.randn((batch_size, 32, 1, 128), device="cuda", dtype=torch.bfloat16)
+    keys, values = (torch.empty((copies, batch_size, 8, length, 128), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for t in (keys, values):
+        for part in t:
+            part.normal_()
+
+    def call(i: int) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(q, keys[i % copies], values[i % copies], enable_gqa=True)
+
+    return call
+
+
+def check(batch: Batch, call: Any, **keywords: Any) -> float:
+    keywords = {**keywords, "window": keywords.get("window") or None}
+    q, k, v, *index = batch.arguments(0)
+    expected, _ = paged_attention_ref(q.float(), k, v, *index, scale=q.shape[-1] ** -0.5, **keywords)
+    out = call(0)
+    error = relative_error(out, expected)
+    worst = float((out.float() - expected).abs().max() / expected.abs().max())
+    assert error < 6e-3 and worst < 3e-2, f"wrong: relative error {error:.2e}, worst element {worst:.2e}"
+    return error
+
+
+def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] | None = None, sweep: dict[str, Any] | None = None,
+             cache_dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
+    batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
+    calls = {"ours": ours(batch, **keywords)}
+    for label, choice in (sweep or {}).items():
+        calls[label] = ours(batch, *choice, **keywords) if isinstance(choice, tuple) else ours(batch, choice, **keywords)
+    errors = {label: check(batch, call, **keywords) for label, call in calls.items()}
+    if peer:
+        calls["sdpa"] = sdpa(*peer, len(batch.tables))
+    number = 10 if batch.kv_bytes > 64 << 20 else 20
+    graphs = {label: capture(call, number) for label, call in calls.items()}
+    times = interleaved(graphs, number)
+    floor = batch.kv_bytes / READ_BANDWIDTH * 1e6
+    result = {"case": name, "us": times, "error": errors, "floor_us": floor, "kv_bytes": batch.kv_bytes}
+    ratio = f"{times['ours'] / times['sdpa']:5.2f}" if peer else "    -"
+    print(f"{name:>18} ours {times['ours']:8.1f}  floor {floor:7.1f} x{times['ours'] / floor:5.2f}  sdpa x{ratio}  "
+          + "  ".join(f"{k} {v:.1f}" for k, v in times.items() if k != "ours"), flush=True)  # fmt: skip
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default="rows,mixed,fp8,window,features,queries")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--name", default="attention_decode")
+    options = parser.parse_args()
+    sweep = _SWEEP if options.sweep else {}
+    cases = options.cases.split(",")
+    results = []
+    random.seed(0)
+    torch.manual_seed(0)
+    if "rows" in cases:
+        for b, n in ROWS:
+            results.append(run_case(f"{b} x {n}", [n] * b, peer=(b, n), sweep=sweep))
+    if "mixed" in cases:
+        lens = [int(math.exp(random.uniform(math.log(64), math.log(16384)))) for _ in range(64)]
+        results.append(run_case("64 log-uniform", lens, sweep=sweep))
+    if "fp8" in cases:
+        for b, n in ((1, 131072), (32, 4096), (128, 8192)):
+            results.append(run_case(f"fp8 {b} x {n}", [n] * b, cache_dtype=torch.float8_e4m3fn, sweep=sweep))
+    if "window" in cases:
+        for b in (1, 16):
+            results.append(run_case(f"window {b} x 131072", [131072] * b, window=1024))
+            results.append(run_case(f"no window {b} x 1024", [1024] * b))
+    if "features" in cases:
+        sinks = torch.randn(32, device="cuda")
+        for label, keywords in (("plain", {}), ("softcap", {"softcap": 30.0}), ("sinks", {"sinks": sinks})):
+            results.append(run_case(f"{label} 32 x 4096", [4096] * 32, **keywords))
+    if "queries" in cases:
+        for query in (1, 2, 4, 8):
+            for b, n in ((1, 8192), (32, 4096)):
+                results.append(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
+    if "length" in cases:
+        for b in (1, 16):
+            for power in range(18):
+                for n in sorted({max(1, 2**power - 1), 2**power, 2**power + 1}):
+                    results.append(run_case(f"length {b} x {n}", [n] * b))
+    if "batch" in cases:
+        for b in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 33, 48, 64, 65, 66, 67, 96, 128, 129, 160, 192, 224, 255, 256):
+            results.append(run_case(f"batch {b} x 8192", [8192] * b))
+    save(options.name, results)
+
+
+if __name__ == "__main__":
+    main()
