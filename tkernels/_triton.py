@@ -66,19 +66,21 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 def cast(x, dtype: tl.constexpr):
     """x (fp32) rounded to nearest even in ``dtype``.
 
-    The interpreter's own casts truncate, to bf16 everywhere and to e4m3 near its smallest normal; hence the other forms.
-    An e4m3 cast expects a saturated x (tkernels.quant.to_fp8).
+    The interpreter's own casts truncate to bf16, and to e4m3 round wrongly near the smallest normal and lose NaN; hence the
+    other forms. An e4m3 cast expects a saturated x (tkernels.quant.to_fp8).
     """
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.where(x == x, rounded, x.to(tl.bfloat16))  # the carry would turn some NaNs into zero
     elif _INTERPRETED and dtype == tl.float8e4nv:
-        bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # three bits of mantissa stay
-        subnormal = tl.abs(x) + 24576.0 - 24576.0  # 1.5 · 2**23 steps of 2**-9, the subnormal spacing: rounds to a multiple of it
-        on_grid = tl.where(tl.abs(x) < 0.015625, subnormal * tl.where(x < 0, -1.0, 1.0), normal)
-        return tl.where(x == x, on_grid, x).to(dtype)
+        magnitude = tl.abs(x)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # three bits of mantissa stay; bias 127 → 7
+        subnormal = (magnitude + 24576.0 - 24576.0) * 512.0  # 1.5 · 2**23 steps of 2**-9: rounds to a multiple of 2**-9
+        code = tl.where(magnitude < 0.015625, subnormal.to(tl.int32), normal)
+        code = tl.where(x == x, code, 0x7F) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        return code.to(tl.uint8).to(dtype, bitcast=True)
     else:
         return x.to(dtype)
 
