@@ -24,6 +24,7 @@ class TensorInfo(NamedTuple):
     """What a header says of a tensor, without reading it."""
 
     shape: tuple[int, ...]
+    dtype: str  # as safetensors names it: "F32", "F16", "BF16", ...; GGUF blocks count as the "F32" they become
     file: Path
 
 
@@ -51,7 +52,7 @@ class FolderCheckpoint:
             absent = sorted(set(expected) - found.keys())
             if absent:
                 raise CheckpointError(f"{file}: tensor {absent[0]} is missing, though the index places it here ({len(absent)} such)")
-            self.tensors.update({name: TensorInfo(shape, file) for name, shape in found.items() if not expected or name in expected})
+            self.tensors.update({name: info for name, info in found.items() if not expected or name in expected})
         self._open: dict[Path, Any] = {}
 
     def get(self, name: str) -> torch.Tensor:
@@ -100,8 +101,8 @@ def _tensor_files(path: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes of a safetensors file; sizes are checked here, because the library's own error does not name a tensor."""
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file; sizes are checked here, because the library's own error does not name a tensor."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -113,11 +114,12 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        spans = {name: (tuple(item["shape"]), item["data_offsets"][1]) for name, item in header.items()}
-        end = 8 + length + max((last for _, last in spans.values()), default=0)
+        tensors = {name: TensorInfo(tuple(item["shape"]), item["dtype"], file) for name, item in header.items()}
+        ends = {name: 8 + length + item["data_offsets"][1] for name, item in header.items()}
+        end = max(ends.values(), default=8 + length)
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged header: {error!r}; download it again") from error
     if size < end:
-        cut = min((name for name, (_, last) in spans.items() if 8 + length + last > size), key=lambda name: spans[name][1])
+        cut = min((name for name in ends if ends[name] > size), key=lambda name: ends[name])
         raise CheckpointError(f"{file}: cut off in tensor {cut}: {size} bytes, expected {end}; download it again")
-    return {name: shape for name, (shape, _) in spans.items()}
+    return tensors

@@ -75,12 +75,20 @@ class GGUFCheckpoint:
         frequencies = [tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
         if frequencies:
             self.config["rope_scaling"] = self._llama3_scaling(np.asarray(frequencies[0].data, dtype=np.float32))
-        self.tensors = {name: TensorInfo(tuple(int(n) for n in block.shape[::-1]), path) for name, block in self._blocks.items()}
+        self.tensors = {name: self._info(block) for name, block in self._blocks.items()}
+
+    def _info(self, block: Any) -> TensorInfo:
+        kind = block.tensor_type.name
+        return TensorInfo(tuple(int(n) for n in block.shape[::-1]), kind if kind in ("F16", "BF16") else "F32", self.path)
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """Token ids that begin, end and pad a text, as generation_config.json has them."""
-        return {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
+        """Token ids that begin, end and pad a text, as generation_config.json has them; an end of turn ends a text too."""
+        ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
+        turn = self.fields.get("tokenizer.ggml.eot_token_id")
+        if turn is not None and turn != ids.get("eos_token_id"):
+            ids["eos_token_id"] = [*([ids["eos_token_id"]] if "eos_token_id" in ids else []), turn]
+        return ids
 
     def get(self, name: str) -> torch.Tensor:
         if name not in self._blocks:

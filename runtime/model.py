@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+_STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 _MODEL_DTYPES = ("float32", "float16", "bfloat16")
 # Tensors of a checkpoint that a model may leave unread: tables that are computed, and the copy of a tied head.
 _UNREAD = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -100,8 +101,12 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
         spec = ModelSpec.from_config(checkpoint.config)
     except SpecError as error:
         raise SpecError(f"{checkpoint.path}: {error}") from None
+    stored = spec.dtype
+    if not (checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")):  # then the weights themselves say it
+        kinds = {_STORED.get(info.dtype, torch.float32) for info in checkpoint.tensors.values()}
+        stored = kinds.pop() if len(kinds) == 1 else torch.float32
     where = resolve_device(device)
-    spec = dataclasses.replace(spec, dtype=resolve_dtype(dtype, spec.dtype, where))
+    spec = dataclasses.replace(spec, dtype=resolve_dtype(dtype, stored, where))
     model = CausalLM(spec, where)
     views = model.hf_state_dict()
     for name, view in views.items():  # all shapes before the first read: a wrong checkpoint fails at once
@@ -110,6 +115,10 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
         info = checkpoint.tensors[name]
         if info.shape != tuple(view.shape):
             raise CheckpointError(f"{info.file}: tensor {name}: expected {list(view.shape)} from the config, got {list(info.shape)}")
+        if info.dtype not in _STORED:
+            raise CheckpointError(
+                f"{info.file}: tensor {name}: expected one of {', '.join(_STORED)}, got {info.dtype}; quantised weights do not load"
+            )
     unread = [name for name in checkpoint.tensors if name not in views and not _UNREAD.fullmatch(name)]
     if spec.tied:
         unread = [name for name in unread if name != "lm_head.weight"]

@@ -16,12 +16,12 @@ class PagedModel:
     ``run`` is what is called, the model unless a test puts a compiled one there.
     """
 
-    def __init__(self, model: CausalLM, *, num_pages: int = 64, page_size: int = 4, max_pages: int = 32) -> None:
+    def __init__(self, model: CausalLM, *, num_pages: int = 64, page_size: int = 4, max_pages: int = 32, dtype: str = "auto") -> None:
         self.model, self.page_size, self.max_pages = model, page_size, max_pages
         self.run: Callable[..., torch.Tensor] = model
         self.rows: list[int] | None = None
         self.device = model.embed_tokens.device
-        self._pairs = allocate_cache(model.spec, num_pages, page_size, "auto", self.device)
+        self._pairs = allocate_cache(model.spec, num_pages, page_size, dtype, self.device)
         self.caches = [cache for pair in self._pairs for cache in pair]
         for cache in self.caches:
             cache.fill_(float("nan"))

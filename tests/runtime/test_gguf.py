@@ -73,6 +73,7 @@ def write_gguf(
     writer.add_token_merges(["Ġ T", "h e", "Ġ q", "c k", "Ġ Ġ"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_eot_token_id(5)
     writer.add_pad_token_id(1)
     writer.add_chat_template("{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}")
     for name, view in model.hf_state_dict().items():
@@ -135,7 +136,11 @@ def test_conversion_writes_a_tokenizer_that_transformers_reads(tmp_path: Path) -
     messages = [{"role": "user", "content": "The fox"}]
     assert ours.apply_chat_template(messages, tokenize=False) == "<|start|>The fox<|end|>"
     assert (ours.bos_token, ours.eos_token, ours.pad_token) == ("<|start|>", "<|end|>", "<|end|>")
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    assert json.loads((folder / "generation_config.json").read_text()) == {
+        "bos_token_id": 0,
+        "eos_token_id": [1, 5],
+        "pad_token_id": 1,
+    }
 
 
 def test_a_split_is_the_models_own(tmp_path: Path) -> None:

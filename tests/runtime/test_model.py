@@ -231,6 +231,20 @@ def test_equals_transformers_on_the_kernels(name: str, device: torch.device) -> 
         assert (got - Oracle(model, config)(chunks)).abs().max().item() <= tolerance(config, model, chunks)
 
 
+def test_an_fp8_cache_holds_the_rounded_values(device: torch.device) -> None:
+    """The first layer's pages are those of an fp32 cache, rounded; the logits move by the rounding and no more."""
+    model, chunk = random_model(LLAMA, seed=3, device=device), tokens(20, 1)
+    exact, rounded = PagedModel(model), PagedModel(model, dtype="fp8_e4m3")
+    exact.bind()
+    expected = exact.step({"a": chunk})["a"]
+    rounded.bind()
+    got = rounded.step({"a": chunk})["a"]
+    for wide, narrow in zip(exact.caches[:2], rounded.caches[:2], strict=True):
+        assert narrow.dtype == torch.float8_e4m3fn
+        assert torch.equal(wide.to(torch.float8_e4m3fn).float().nan_to_num(-1), narrow.float().nan_to_num(-1))
+    assert 0 < (got - expected).abs().max().item() < 2**-3 * expected.abs().max().item()  # e4m3 rounds by up to 2**-4
+
+
 def test_only_the_wanted_rows_reach_the_head(device: torch.device) -> None:
     model = random_model(LLAMA, seed=3, device=device)
     every = PagedModel(model).step({"a": tokens(9, 1)})["a"]

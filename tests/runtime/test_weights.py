@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime import model as model_module
 from runtime.model import CheckpointError, load_model, random_model
 from runtime.weights import cache_folder, find_packaged_gguf, open_checkpoint
 from tests.runtime.checkpoints import CONFIG, FAMILIES, assert_same_weights, write_folder
@@ -46,6 +47,15 @@ def test_a_head_stored_beside_tied_embeddings_is_not_a_stranger(tmp_path: Path) 
     assert_same_weights(load_model(folder, device="cpu"), model)
 
 
+def test_without_a_dtype_in_the_config_the_weights_say_it(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", random_model(CONFIG, seed=1, dtype="bfloat16", device="cpu"), CONFIG)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "resolve_dtype", lambda dtype, stored, device: asked.append(stored) or stored)
+        assert load_model(folder, device="cpu").spec.dtype == torch.bfloat16
+    assert asked == [torch.bfloat16]
+
+
 def break_folder(kind: str, folder: Path) -> None:
     file, config = folder / "model.safetensors", folder / "config.json"
     weights = load_file(file)
@@ -77,6 +87,9 @@ def break_folder(kind: str, folder: Path) -> None:
     elif kind == "wrong shape":
         weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
         save_file(weights, file)
+    elif kind == "int8 weights":
+        weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
+        save_file(weights, file)
     elif kind == "bias nobody asked for":
         weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
         save_file(weights, file)
@@ -102,6 +115,7 @@ def break_folder(kind: str, folder: Path) -> None:
         ("header of other shape", r"model\.safetensors: damaged header"),
         ("missing tensor", r"/m: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"),
         ("wrong shape", r"model\.safetensors: tensor model\.layers\.1\.mlp\.up_proj\.weight: expected \[96, 64\] .*, got \[96, 63\]"),
+        ("int8 weights", r"model\.safetensors: tensor model\.layers\.1\.mlp\.up_proj\.weight: expected one of F64, .*, got I8"),
         ("bias nobody asked for", r"/m: tensor model\.layers\.0\.self_attn\.q_proj\.bias has no place in the model"),
         ("layers of another config", r"/m: tensor model\.layers\.1\.\S+ has no place in the model of the config \(9 such\)"),
         ("unknown family", r"/m: model_type: expected one of llama, mistral, qwen2, qwen3, got 'mamba'"),
