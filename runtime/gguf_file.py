@@ -84,7 +84,7 @@ class GGUFCheckpoint:
     @property
     def generation_config(self) -> dict[str, Any]:
         """Token ids that begin, end and pad a text, as generation_config.json has them; an end of turn ends a text too."""
-        ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
+        ids: dict[str, Any] = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
         turn = self.fields.get("tokenizer.ggml.eot_token_id")
         if turn is not None and turn != ids.get("eos_token_id"):
             ids["eos_token_id"] = [*([ids["eos_token_id"]] if "eos_token_id" in ids else []), turn]

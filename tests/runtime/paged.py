@@ -25,18 +25,15 @@ class PagedModel:
         self.caches = [cache for pair in self._pairs for cache in pair]
         for cache in self.caches:
             cache.fill_(float("nan"))
-        self.bind()
         self.free = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
         self.pages: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
-
-    def bind(self) -> None:
-        self.model.bind_cache(self._pairs)
 
     def step(
         self, new: dict[str, list[int]], *, pad_tokens: int = 0, pad_seqs: int = 0, max_query_len: int | None = None
     ) -> dict[str, torch.Tensor]:
         """Feed ``new[name]`` to each sequence; returns the logits [new tokens, vocab] of every token, by sequence."""
+        self.model.bind_cache(self._pairs)  # each time, so that two of these can share a model
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -210,9 +210,7 @@ def test_compiles_as_one_graph(name: str, device: torch.device) -> None:
     plain, compiled = PagedModel(model), PagedModel(model)
     compiled.run = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for step in ({"a": tokens(9, 1), "b": tokens(20, 2)}, {"a": [3], "b": [4]}):
-        plain.bind()
         expected = plain.step(step)
-        compiled.bind()
         got = compiled.step(step)
         for key in step:
             assert torch.equal(got[key], expected[key])
@@ -235,9 +233,7 @@ def test_an_fp8_cache_holds_the_rounded_values(device: torch.device) -> None:
     """The first layer's pages are those of an fp32 cache, rounded; the logits move by the rounding and no more."""
     model, chunk = random_model(LLAMA, seed=3, device=device), tokens(20, 1)
     exact, rounded = PagedModel(model), PagedModel(model, dtype="fp8_e4m3")
-    exact.bind()
     expected = exact.step({"a": chunk})["a"]
-    rounded.bind()
     got = rounded.step({"a": chunk})["a"]
     for wide, narrow in zip(exact.caches[:2], rounded.caches[:2], strict=True):
         assert narrow.dtype == torch.float8_e4m3fn
@@ -314,10 +310,9 @@ def test_a_config_that_cannot_run_is_refused_by_key(change: dict[str, Any], mess
 
 
 def test_no_cache_no_step(device: torch.device) -> None:
-    paged = PagedModel(random_model(LLAMA, device=device))
-    paged.model = paged.run = random_model(LLAMA, device=device)
+    one, none = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match=r"no KV cache: call model\.bind_cache"):
-        paged.step({"a": [1]})
+        random_model(LLAMA, device=device)(one, one, one, none, none[0], none[0], one, 1)
 
 
 def test_a_cache_that_does_not_fit_is_refused(device: torch.device) -> None:
