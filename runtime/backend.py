@@ -1,0 +1,333 @@
+"""The splitting backend: a module cut at its splitting ops, each piece compiled once, one callable stitched from them.
+
+Two ways in:
+- ``torch.compile(module, backend="tkernels", options={…})``: Dynamo calls ``tkernels_backend`` and keeps its guards;
+- ``compile_callable(module, args, kwargs, config, dynamic)``: what ``runtime.graphed`` uses. Traced once for all sizes, called without
+  Dynamo; what its guards stood for is checked when arguments are bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+
+from runtime.config import CompileConfig, ConfigError, RuntimeConfig
+from runtime.fxnodes import storage_key
+from runtime.overlap import Extent, overlaps
+from runtime.pieces import CompiledPiece, Guard, alias_reason, compile_piece, concrete, inductor_available
+from runtime.program import Function, Program
+from runtime.split import cut, resolve_ops
+from runtime.trace import BindError, Dynamic, Trace, TraceError, add_guards, trace
+
+__all__ = [
+    "BindError",
+    "CompileReport",
+    "Compiled",
+    "Input",
+    "Piece",
+    "TraceError",
+    "compile_callable",
+    "inductor_available",
+    "tkernels_backend",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class Input(NamedTuple):
+    """An input of a piece. ``name``: argument path, dotted parameter name, or value of the graph; ``owner``: "caller",
+    "persistent", "size", "piece N" or "splitting op N"."""
+
+    name: str
+    owner: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of a compiled step, in order of execution.
+
+    kind "graph": compiled code, may be captured. kind "split": one splitting op, runs between graphs.
+    mutates: names of inputs that it writes. fresh: outputs that a splitting op allocates itself, so at a new address each step.
+    same_as: index of the first piece with the same code. compiled: what made it. note: why it is not compiled, or "".
+    """
+
+    index: int
+    kind: Literal["graph", "split"]
+    op: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    mutates: tuple[str, ...]
+    fresh: tuple[str, ...]
+    same_as: int
+    compiled: Literal["inductor", "eager"]
+    note: str
+
+
+OnPiece = Callable[[Piece, Function, tuple[Any, ...]], tuple[Any, ...]]
+
+
+@dataclass
+class CompileReport:
+    """What was done and how long it took.
+
+    calls: pieces per splitting op. distinct: graph pieces with code of their own. min_size: the smallest size that the code is
+    valid for (0, or 2 where the module looks at a size; pad 1 to 2 there). notes: what a user should be told.
+    """
+
+    calls: dict[str, int]
+    distinct: int
+    min_size: int
+    trace_seconds: float
+    compile_seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+class _Stitched:
+    """A cut graph with one function per segment."""
+
+    def __init__(self, gm: fx.GraphModule, config: CompileConfig, owners: Sequence[Input] = ()) -> None:
+        """owners: who gives each input of the graph, as far as known."""
+        self.config = config
+        self.cut = cut(gm, resolve_ops(config.splitting_ops))
+        self.program = Program(self.cut)
+        modes = [value.fake_mode for value in self.cut.values.values() if hasattr(value, "fake_mode")]
+        self.shape_env = modes[0].shape_env if modes else None
+        inductor = config.backend == "inductor"
+        names = {name: owner.name for name, owner in zip(self.cut.placeholders, owners, strict=False)}
+        self.reasons = [alias_reason(segment, names) if inductor and segment.kind == "graph" else "" for segment in self.cut.segments]
+        self.functions: list[Function] = [
+            compile_piece(segment, segment.input_values, self.shape_env) if self._compiles(index) else segment.module.forward
+            for index, segment in enumerate(self.cut.segments)
+        ]
+
+    def _compiles(self, index: int) -> bool:
+        return self.config.backend == "inductor" and self.cut.segments[index].kind == "graph" and not self.reasons[index]
+
+    def guards(self) -> list[Guard]:
+        """Conditions on sizes that compiling the pieces has added."""
+        return [guard for function in self.functions if isinstance(function, CompiledPiece) for guard in function.guards]
+
+    def for_sizes(self, sizes: Mapping[Any, int]) -> list[Function]:
+        """Functions compiled for these sizes alone (symbol → int)."""
+        made: list[Function] = []
+        for index, segment in enumerate(self.cut.segments):
+            if self._compiles(index):
+                with torch._subclasses.FakeTensorMode():
+                    values = [concrete(value, sizes) for value in segment.input_values]
+                made.append(compile_piece(segment, values, None))
+            else:
+                made.append(self.functions[index])
+        return made
+
+    def pieces(self, owners: Sequence[Input]) -> tuple[Piece, ...]:
+        """The public table. owners: one per input of the graph."""
+        known = dict(zip(self.cut.placeholders, owners, strict=True))
+        first: dict[Any, int] = {}
+        table: list[Piece] = []
+        for position, segment in enumerate(self.cut.segments):
+            index = len(table)
+            if segment.kind != "host":
+                table.append(
+                    Piece(
+                        index, segment.kind, segment.op, tuple(known[name] for name in segment.inputs), segment.outputs,
+                        tuple(known[name].name for name in segment.mutates), segment.fresh, first.setdefault(segment.key, index),
+                        "inductor" if self._compiles(position) else "eager", self.reasons[position],
+                    )
+                )  # fmt: skip
+            who = {"graph": f"piece {index}", "split": f"splitting op {index}", "host": "host"}[segment.kind]
+            known.update({name: Input(name, who) for name in segment.outputs})
+        return tuple(table)
+
+    def notes(self) -> list[str]:
+        return self.cut.notes() + [f"a piece is not compiled: {reason}" for reason in dict.fromkeys(self.reasons) if reason]
+
+
+class Compiled:
+    """A module as one callable with the module's signature, stitched from pieces; made by ``compile_callable``.
+
+    ``compiled(*args, **kwargs)`` checks the arguments and runs. Gradients are off inside. It is safe to capture as a whole: nothing
+    is traced, compiled or read back in a call, except the first one at a size of ``compile_sizes``, which compiles; so run it once
+    per size before a capture. Compiled pieces go through ``runtime.graph.launch``, splitting ops through the dispatcher.
+
+    ``compiled.run(args, kwargs, on_piece=f)`` is the same piece by piece: for each piece ``f(piece, function, inputs)`` must return
+    ``function(*inputs)``, a flat tuple of tensors, made in whatever way (capture it, time it, copy the results to fixed buffers).
+
+    Parameters, buffers and other tensors of the module are read by name in each call, so new ones are used, and checked by
+    ``bind`` against the dtype, shape and strides that were compiled.
+    """
+
+    def __init__(self, found: Trace, stitched: _Stitched, report: CompileReport) -> None:
+        self.report = report
+        self._trace, self._stitched = found, stitched
+        self.pieces = stitched.pieces([Input(owner.name, owner.kind) for owner in found.owners])
+        self.mutates = tuple(
+            dict.fromkeys(name for piece in self.pieces for name in piece.mutates if name in {o.name for o in found.owners})
+        )
+        self._by_size: dict[tuple[int, ...], list[Function]] = {}
+        self._bound: set[Any] = set()
+        self._layouts = {
+            owner.name: _layout(value)
+            for owner, value in zip(found.owners, self._placeholder_values(), strict=True)
+            if owner.kind == "persistent"
+        }
+
+    def _placeholder_values(self) -> list[Any]:
+        return [self._stitched.cut.values[name] for name in self._stitched.cut.placeholders]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], on_piece: OnPiece | None = None) -> Any:
+        """Run the step; see the class for ``on_piece``."""
+        leaves, values = self.bind(args, kwargs)
+        functions = self._functions(leaves)
+        each = None if on_piece is None else lambda index, function, inputs: on_piece(self.pieces[index], function, inputs)
+        with torch.no_grad():
+            outputs = self._stitched.program.run(functions, values, each)
+        return self._trace.result(outputs, leaves)
+
+    def persistent(self) -> dict[str, torch.Tensor]:
+        """The module's tensors that the pieces take, by name, as they are now."""
+        return {owner.name: owner.get() for owner in self._trace.owners if owner.get is not None}
+
+    def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The named sizes of a call: {"tokens": 8, "seqs": 3}."""
+        return self._trace.sizes(self._trace.flatten(args, kwargs))
+
+    def covers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """None when the compiled code is valid for these arguments, else the reason why not."""
+        try:
+            self.bind(args, kwargs)
+        except BindError as error:
+            return str(error)
+        return None
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Check the arguments against what was compiled; returns the flat leaves and the inputs of the graph. Raises BindError."""
+        found = self._trace
+        leaves = found.flatten(args, kwargs)
+        key = found.check_key(leaves)
+        if key not in self._bound:
+            found.check(leaves)
+            if len(self._bound) < 4096:
+                self._bound.add(key)
+        if self.mutates:
+            self._check_overlap(leaves)
+        values: list[Any] = []
+        for owner in found.owners:
+            if owner.kind == "caller":
+                values.append(leaves[owner.index])
+            elif owner.kind == "size":
+                values.append(leaves[owner.index].shape[owner.dim])
+            else:
+                value = owner.get()  # type: ignore[misc]
+                if _layout(value) != self._layouts[owner.name]:
+                    raise BindError(
+                        f"{owner.name}: compiled for {_show(self._layouts[owner.name])}, it is now {_show(_layout(value))}; compile again"
+                    )
+                values.append(value)
+        return leaves, values
+
+    def _check_overlap(self, leaves: list[Any]) -> None:
+        """The pieces were compiled for arguments that lie apart: one that is written must not overlap another (B026)."""
+        tensors = [(leaf.path, value) for leaf, value in zip(self._trace.leaves, leaves, strict=True) if leaf.tensor]
+        written = [pair for pair in tensors if pair[0] in self.mutates]
+        for path, value in written:
+            for other, held in tensors:
+                storage = storage_key(value)
+                if other == path or storage is None or storage != storage_key(held):
+                    continue
+                if overlaps(Extent.of(value, storage), Extent.of(held, storage)):
+                    raise BindError(f"{path}: the module writes it, and it overlaps {other}; pass tensors that do not share memory")
+
+    def _functions(self, leaves: list[Any]) -> list[Function]:
+        wanted = self._stitched.config.compile_sizes
+        if not wanted or self._stitched.config.backend != "inductor":
+            return self._stitched.functions
+        sizes = self._trace.sizes(leaves)
+        if sizes.get("tokens") not in wanted:
+            return self._stitched.functions
+        key = tuple(sizes.values())
+        if key not in self._by_size:
+            symbols = {symbol: leaves[index].shape[dim] for symbol, (index, dim) in self._trace.symbols.items()}
+            self._by_size[key] = self._stitched.for_sizes(symbols)
+        return self._by_size[key]
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return (value.dtype, value.device, tuple(value.shape), tuple(value.stride()))
+
+
+def _show(layout: tuple[Any, ...]) -> str:
+    return f"{str(layout[0]).removeprefix('torch.')} {list(layout[2])} strides {list(layout[3])} on {layout[1]}"
+
+
+def compile_callable(
+    module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], config: CompileConfig, dynamic: Dynamic
+) -> Compiled:
+    """Trace ``module`` once with the dimensions of ``dynamic`` unknown, cut it at ``config.splitting_ops``, compile the pieces.
+
+    args, kwargs: one example step; only its shapes, dtypes and host values count. Nothing is computed and nothing written.
+    dynamic: argument → dimension (its size is "tokens") or {dimension: "tokens" | "seqs" | "seqs+1" | any name}.
+    Raises TraceError (with what to change), SplitError, or RuntimeError when Inductor is asked for and has no compiler.
+    """
+    start = time.perf_counter()
+    found = trace(module, args, kwargs, dynamic)
+    traced = time.perf_counter()
+    stitched = _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
+    add_guards(found, stitched.guards())
+    done = time.perf_counter()
+    report = CompileReport(
+        dict(stitched.cut.calls), 0, 0 if found.unbacked else 2, traced - start, done - traced, [*found.notes, *stitched.notes()]
+    )
+    compiled = Compiled(found, stitched, report)
+    report.distinct = len({piece.same_as for piece in compiled.pieces if piece.kind == "graph"})
+    return compiled
+
+
+# ------------------------------------------------------------------------------------------------------ torch.compile's way
+
+
+def tkernels_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **other: Any
+) -> Function:
+    """``torch.compile(module, backend="tkernels", options={"splitting_ops": […], "backend": "inductor"})``.
+
+    options: the keys of [compile] in the configuration. Inference only: raises RuntimeError when an input needs a gradient.
+    """
+    if other.get("mode") not in (None, "default"):
+        raise ConfigError(f"mode: the tkernels backend has none, got {other['mode']!r}; use runtime.graphed for CUDA graphs")
+    config = RuntimeConfig.load({"compile": dict(options or {})}).compile
+    if config.compile_sizes:
+        raise ConfigError("compile.compile_sizes: torch.compile specialises by itself (dynamic=False); with runtime.graphed the key works")
+    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in example_inputs):
+        raise RuntimeError(
+            "the tkernels backend is inference-only: call the compiled module under torch.no_grad() or torch.inference_mode()"
+        )
+    stitched = _Stitched(gm, config)
+    for note in stitched.notes():
+        _log.warning("%s", note)
+    program, functions = stitched.program, stitched.functions
+
+    def call(*inputs: Any) -> Any:
+        with torch.no_grad():
+            return program.pack(program.run(functions, inputs))
+
+    return call
+
+
+def _register() -> None:
+    """Make ``backend="tkernels"`` known to torch.compile in a source tree too, where there is no entry point."""
+    from torch._dynamo.backends import registry
+
+    if "tkernels" not in registry._COMPILER_FNS:
+        registry.register_backend(tkernels_backend, name="tkernels")
+
+
+_register()

@@ -1,0 +1,605 @@
+"""The stitched callable: no recompilation, guards kept, structure kept, parameters by name, caches not cloned, both backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from runtime import pieces
+from runtime.backend import BindError, Compiled, TraceError, compile_callable, inductor_available
+from runtime.config import CompileConfig
+from runtime.emulator import EmulatedPool
+from tests.runtime.toy_ops import DYNAMIC, Stack, ops, step
+
+NO_INDUCTOR = inductor_available("cuda" if torch.cuda.is_available() else "cpu")
+needs_inductor = pytest.mark.skipif(NO_INDUCTOR is not None, reason=str(NO_INDUCTOR))
+
+
+def compiled(module, *args, backend="eager", splitting=("toysplit::attend_out",), dynamic=None, sizes=(), **kwargs) -> Compiled:
+    config = CompileConfig(backend=backend, splitting_ops=list(splitting), compile_sizes=list(sizes))
+    return compile_callable(module, args, kwargs, config, dynamic or {})
+
+
+def same(mine, theirs) -> None:
+    mine, theirs = tree_flatten(mine), tree_flatten(theirs)
+    assert mine[1] == theirs[1]
+    for a, b in zip(mine[0], theirs[0], strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        else:
+            assert type(a) is type(b) and a == b
+
+
+def close(mine, theirs) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32: Inductor fuses and reorders
+
+
+class Counting:
+    """Counts what Dynamo and Inductor compile while it is active."""
+
+    def __enter__(self):
+        self.frames, self.inductor = 0, 0
+        self._backends = mock.patch("torch._inductor.standalone_compile", side_effect=self._standalone)
+        import torch._inductor
+
+        self._real = torch._inductor.standalone_compile
+        self._backends.start()
+        torch._dynamo.utils.counters.clear()
+        return self
+
+    def _standalone(self, *args, **kwargs):
+        self.inductor += 1
+        return self._real(*args, **kwargs)
+
+    def __exit__(self, *exc):
+        self._backends.stop()
+        self.frames = sum(torch._dynamo.utils.counters["frames"].values()) + sum(torch._dynamo.utils.counters["stats"].values())
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes, guards
+
+
+def test_one_trace_serves_every_size_from_zero():
+    module = Stack(2)
+    made = compiled(module, *step(8), dynamic=DYNAMIC)
+    assert made.report.min_size == 0
+    with Counting() as count:
+        for tokens in (0, 1, 2, 3, 7, 8, 64, 512):
+            args = step(tokens)
+            same(made(*args), module(*args))
+    assert (count.frames, count.inductor) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_the_size_of_the_example_does_not_matter(tokens):
+    module = Stack(1)
+    made = compiled(module, *step(tokens), dynamic=DYNAMIC)
+    for other in (0, 1, 5):
+        args = step(other)
+        same(made(*args), module(*args))
+
+
+class Seqs(nn.Module):
+    """Three names: tokens, seqs, seqs + 1."""
+
+    def forward(self, ids, lens, cu):
+        torch._check(cu.shape[0] == lens.shape[0] + 1)
+        starts = torch.searchsorted(cu, torch.arange(ids.shape[0], device=ids.device), right=True) - 1
+        return ids * lens[starts.clamp(max=lens.shape[0] - 1)], (cu[1:] - cu[:-1]) * lens
+
+
+SEQS = {"ids": 0, "lens": {0: "seqs"}, "cu": {0: "seqs+1"}}
+
+
+def seqs_step(tokens, seqs):
+    cu = torch.linspace(0, tokens, seqs + 1).long()
+    return torch.arange(tokens), torch.arange(seqs) + 2, cu
+
+
+def test_several_named_sizes():
+    module = Seqs()
+    made = compiled(module, *seqs_step(8, 8), dynamic=SEQS)  # equal on purpose: the names must not become one
+    for tokens, seqs in ((8, 8), (8, 3), (1, 1), (30, 7), (5, 1)):
+        same(made(*seqs_step(tokens, seqs)), module(*seqs_step(tokens, seqs)))
+    assert made.sizes(seqs_step(30, 7), {}) == {"tokens": 30, "seqs": 7}
+    ids, lens, cu = seqs_step(8, 3)
+    with pytest.raises(BindError, match=r"cu: dimension 0 is seqs\+1, expected 4 like lens, got 3"):
+        made(ids, lens, cu[:3])
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        if x.shape[0] > 4:
+            return ops.mix(x) + 1
+        return ops.mix(x) * 2
+
+
+@pytest.mark.parametrize(("traced", "other"), [(8, 2), (3, 8)])
+def test_b071_a_branch_on_the_size_is_kept_as_a_guard(traced, other):
+    module = Branching()
+    made = compiled(module, torch.randn(traced, 2), splitting=["toysplit::mix"], dynamic={"x": 0})
+    assert made.report.min_size == 2 and any("pad 1 to 2" in note for note in made.report.notes)
+    x = torch.randn(traced + (1 if traced > 4 else -1), 2)
+    same(made(x), module(x))
+    with pytest.raises(BindError, match=r"x\.shape\[0\] .*got x\.shape\[0\] = " + str(other)):
+        made(torch.randn(other, 2))
+    assert "if x.shape[0] > 4" in made.covers((torch.randn(other, 2),), {})
+
+
+def test_b071_a_size_that_the_code_freezes_is_refused_elsewhere():
+    class Frozen(nn.Module):
+        def forward(self, x):
+            return x + torch.ones(int(x.shape[0]) * 1, 2) if x.shape[0] % 8 == 0 else x - 1
+
+    module = Frozen()
+    made = compiled(module, torch.randn(8, 2), dynamic={"x": 0})
+    x = torch.randn(16, 2)
+    same(made(x), module(x))
+    assert made.covers((torch.randn(9, 2),), {})
+
+
+def test_two_names_that_the_module_takes_for_equal_are_told_apart():
+    class Adds(nn.Module):
+        def forward(self, a, b):
+            return a + b
+
+    made = compiled(Adds(), torch.ones(4), torch.ones(4), dynamic={"a": 0, "b": {0: "seqs"}})
+    same(made(torch.ones(6), torch.ones(6)), torch.full((6,), 2.0))
+    with pytest.raises((BindError, RuntimeError)):
+        made(torch.ones(6), torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda ids, positions: (ids.int(), positions), r"ids: traced with torch\.int64, got torch\.int32"),
+        (lambda ids, positions: (ids, positions.repeat(2)[::2]), "positions: traced contiguous, got strides"),
+        (lambda ids, positions: (ids[None], positions), r"ids: traced with shape \['any'\], got \[1, 8\]"),
+        (lambda ids, positions: (ids, positions[:5]), "positions: dimension 0 is tokens, expected 8 like ids, got 5"),
+        (lambda ids, positions: (ids, 3), "positions: traced with a tensor, got int"),
+        (lambda ids, positions: (ids,), "missing a required argument: 'positions'"),
+        (lambda ids, positions: (ids.to("meta"), positions), "ids: traced on cpu, got meta"),
+    ],
+)
+def test_what_dynamo_guards_would_have_caught_is_caught(change, says):
+    made = compiled(Stack(1), *step(8), dynamic=DYNAMIC)
+    made(*step(8))
+    with pytest.raises(BindError, match=says):
+        made(*change(*step(8)))
+
+
+def test_host_values_and_training_are_part_of_the_code():
+    module = Stack(1)
+    made = compiled(module, *step(8), dynamic=DYNAMIC, scale=3)
+    args = step(8)
+    same(made(*args, scale=3), module(*args, scale=3))
+    for other in (4, 3.0, True):
+        with pytest.raises(BindError, match="scale: a host value is part of the code, traced with 3"):
+            made(*args, scale=other)
+    module.eval()
+    with pytest.raises(BindError, match="training"):
+        made(*step(7), scale=3)
+
+
+def test_keyword_positional_and_default_arguments_are_one_signature():
+    module = Stack(1)
+    made = compiled(module, *step(8), dynamic=DYNAMIC)
+    ids, positions = step(5)
+    expected = module(ids, positions)
+    same(made(positions=positions, ids=ids), expected)
+    same(made(ids, positions, scale=1), expected)
+
+
+def test_arguments_in_containers():
+    class Nested(nn.Module):
+        def forward(self, batch, *extra, **named):
+            return {"a": batch["x"] + extra[0][0], "b": (named["z"] * 2, None)}
+
+    module = Nested()
+    make = lambda n: (({"x": torch.randn(n, 2)}, [torch.randn(n, 2)]), {"z": torch.randn(3)})
+    args, kwargs = make(4)
+    made = compiled(module, *args, **kwargs, dynamic={"batch": 0, "extra[0][0]": 0})
+    for tokens in (1, 9):
+        args, kwargs = make(tokens)
+        same(made(*args, **kwargs), module(*args, **kwargs))
+    with pytest.raises(TraceError, match="dynamic: 'bach' is not an argument"):
+        compiled(module, *args, **kwargs, dynamic={"bach": 0})
+
+
+# ---------------------------------------------------------------------------------------------------------- results, refusals
+
+
+class Returns(nn.Module):
+    def __init__(self, pick):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.pick = pick
+
+    def forward(self, x):
+        y = ops.mix(x + self.weight)
+        return self.pick(self, x, y)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda m, x, y: y,
+        lambda m, x, y: (y,),
+        lambda m, x, y: [y, (y * 2, y)],
+        lambda m, x, y: {"a": y, "b": None, "c": (1, "text", 2.5)},
+        lambda m, x, y: (x, y),
+        lambda m, x, y: (y, m.weight),
+        lambda m, x, y: (y, x.shape[0], x.shape[0] * 2 + 1),
+        lambda m, x, y: (y, x[0], y.t()),
+        lambda m, x, y: (y.relu(), torch.arange(x.shape[0])),
+    ],
+    ids=["tensor", "tuple of one", "nested", "dict", "input", "parameter", "sizes", "views", "after"],
+)
+def test_b070_the_structure_of_the_result_is_kept(pick):
+    module = Returns(pick)
+    made = compiled(module, torch.randn(4, 3), splitting=["toysplit::mix"], dynamic={"x": 0})
+    for tokens in (4, 6, 1):
+        x = torch.randn(tokens, 3)
+        mine, theirs = made(x), module(x)
+        assert type(mine) is type(theirs)
+        same(mine, theirs)
+        if isinstance(theirs, tuple) and any(leaf is x for leaf in theirs):
+            assert mine[0] is x
+        if isinstance(theirs, tuple) and any(leaf is module.weight for leaf in theirs):
+            assert mine[1] is module.weight
+
+
+class Refused(nn.Module):
+    calls = 0
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (lambda m, x: (setattr(m, "calls", m.calls + 1), x * 2)[1], "side effects"),
+        (lambda m, x: (setattr(m, "last", x * 3), x * 2)[1], "side effects"),
+        (lambda m, x: x * x.sum().item(), r"reads a tensor's values .*x\.sum\(\)\.item\(\)"),
+        (lambda m, x: x[x > 0], r"reads a tensor's values .*x\[x > 0\]"),
+        (lambda m, x: 3, "computes nothing"),
+        (lambda m, x: dataclasses.make_dataclass("Out", ["y"])(x * 2), "does not trace|cannot be rebuilt"),
+    ],
+    ids=["counter", "kept tensor", "item", "data-dependent shape", "no graph", "unknown container"],
+)
+def test_what_cannot_be_stitched_is_refused_with_a_reason(body, says):
+    with pytest.raises(TraceError, match=says):
+        compiled(Refused(body), torch.randn(4, 3))
+
+
+def test_tracing_computes_nothing_and_writes_nothing():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4, 3))
+
+        def forward(self, x):
+            ops.write(x, self.cache, torch.arange(x.shape[0]))
+            return x.add_(1)
+
+    module, x = Writes(), torch.ones(2, 3)
+    made = compiled(module, x, dynamic={"x": 0})
+    assert not module.cache.any() and x.eq(1).all()
+    assert made.mutates == ("x", "cache")
+    assert not any(name.startswith("_dynamo") for name in vars(x)), "the caller's tensor must not be marked"
+
+
+# ------------------------------------------------------------------------------------------------------- module's own tensors
+
+
+def test_parameters_are_read_by_name_at_each_call():
+    module = Stack(1)
+    made = compiled(module, *step(8), dynamic=DYNAMIC)
+    assert made.persistent()["layers.0.qkv.weight"] is module.layers[0].qkv.weight
+    args = step(6)
+    changes = [
+        lambda: module.layers[0].qkv.weight.data.mul_(2),
+        lambda: setattr(module.layers[0].qkv, "weight", nn.Parameter(torch.randn(24, 8))),
+        lambda: setattr(module.layers[0].project.weight, "data", torch.randn(8, 8)),
+        lambda: module.layers[0].project._parameters.__setitem__("weight", torch.randn(8, 8)),
+        lambda: setattr(module, "table", torch.randn(64, 8)),
+        lambda: module.layers.__setitem__(0, Stack(1).layers[0]),
+    ]
+    for change in changes:
+        before = made(*args)
+        change()
+        same(made(*args), module(*args))
+        assert not torch.equal(before, made(*args))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.double(),
+        lambda module: setattr(module, "table", torch.randn(32, 8)),
+        lambda module: setattr(module, "table", torch.randn(8, 64).t()),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_a_parameter_of_another_layout_is_refused(change):
+    module = Stack(1)
+    made = compiled(module, *step(8), dynamic=DYNAMIC)
+    change(module)
+    with pytest.raises(BindError, match=r"compiled for .* it is now"):
+        made(*step(8))
+
+
+def test_plain_tensor_attributes_and_globals_are_found_again():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.randn(4)
+
+        def forward(self, x):
+            return ops.mix(x + self.table) + _GLOBAL
+
+    global _GLOBAL
+    _GLOBAL = torch.ones(4)
+    module = Plain()
+    made = compiled(module, torch.randn(3, 4), splitting=["toysplit::mix"])
+    module.table, _GLOBAL = torch.randn(4), torch.zeros(4)
+    x = torch.randn(3, 4)
+    same(made(x), module(x))
+
+
+def test_every_input_of_every_piece_has_an_owner():
+    made = compiled(Stack(2), *step(8), dynamic=DYNAMIC)
+    split = made.pieces[1]
+    assert {name: owner for name, owner in split.inputs} == {name: "piece 0" for name, _ in split.inputs}
+    owners = dict(made.pieces[2].inputs)
+    assert owners["layers.0.project.weight"] == "persistent" and "piece 0" in owners.values()
+    assert dict(made.pieces[0].inputs)["ids"] == "caller"
+
+
+# ---------------------------------------------------------------------------------------------------------- overlap, capture
+
+
+def test_b026_overlapping_arguments_are_refused_when_one_is_written():
+    class Writes(nn.Module):
+        def forward(self, x, y):
+            x.mul_(2)
+            return ops.mix(x) + y
+
+    module = Writes()
+    base = torch.randn(8, 3)
+    made = compiled(module, base[:4].clone(), base[4:].clone(), splitting=["toysplit::mix"])
+    for x, y in ((base[0:4], base[2:6]), (base[:4], base[:4])):
+        with pytest.raises(BindError, match="x: the module writes it, and it overlaps y"):
+            made(x, y)
+    mine, theirs = base.clone(), base.clone()
+    same(made(mine[:4], mine[4:]), module(theirs[:4], theirs[4:]))  # side by side in one storage is fine
+    same(mine, theirs)
+
+
+def test_b026_the_same_tensor_twice_does_not_tie_the_arguments():
+    class Adds(nn.Module):
+        def forward(self, q, k):
+            return ops.mix(q * 2) + k
+
+    q = torch.randn(4, 3)
+    made = compiled(Adds(), q, q, splitting=["toysplit::mix"])
+    k = torch.randn(4, 3)
+    same(made(q, k), Adds()(q, k))
+    same(made(k, k), Adds()(k, k))
+
+
+def test_piece_by_piece():
+    module = Stack(2)
+    made = compiled(module, *step(8), dynamic=DYNAMIC)
+    seen = []
+
+    def on_piece(piece, function, inputs):
+        seen.append((piece.index, piece.kind, piece.op))
+        return function(*inputs)
+
+    args = step(5)
+    same(made.run(args, {}, on_piece=on_piece), module(*args))
+    assert seen == [(i, "split" if i % 2 else "graph", "toysplit::attend_out" if i % 2 else "") for i in range(5)]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_inductor)])
+def test_capture_time_breaks_reach_the_stitched_callable(backend):
+    """The other way of cutting, on the same callable: a capture meets the splitting op in the dispatcher."""
+    from runtime.capture import capture_step
+
+    module = Stack(2)
+    made = compiled(module, *step(8), dynamic=DYNAMIC, backend=backend)
+    ids, positions = step(4)
+    made(ids, positions)
+    pool = EmulatedPool(torch.device("cpu"))
+    with pool.session(), torch.no_grad():
+        captured = capture_step(
+            pool, made, (ids, positions), {}, splitting=frozenset({ops.attend_out.default}),
+            callers={"ids": ids, "positions": positions}, persistent=made.persistent(),
+        )  # fmt: skip
+    ids.copy_(step(4)[0])
+    captured.replay()
+    same(captured.output, made(ids, positions))
+    assert len(captured.segments) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------------ Inductor
+
+
+@needs_inductor
+def test_inductor_compiles_each_distinct_piece_once_and_never_again():
+    module = Stack(6)
+    pieces._COMPILED.clear()
+    with Counting() as count:
+        made = compiled(module, *step(8), dynamic=DYNAMIC, backend="inductor", sizes=[16])
+    assert count.inductor == 3
+    with Counting() as count:
+        for tokens in (8, 0, 1, 2, 5, 300):
+            args = step(tokens)
+            close(made(*args), module(*args))
+    assert (count.frames, count.inductor) == (0, 0)
+    with Counting() as count:  # a size of its own: three more pieces, once
+        for _ in range(2):
+            args = step(16)
+            close(made(*args), module(*args))
+    assert count.inductor == 3
+    with Counting() as count:  # another set of host values: traced again, the pieces are the same
+        again = compiled(module, *step(8), dynamic=DYNAMIC, backend="inductor", scale=2)
+    assert count.inductor == 0
+    close(again(*args, scale=2), module(*args, scale=2))
+    assert {piece.compiled for piece in made.pieces if piece.kind == "graph"} == {"inductor"}
+
+
+class Cached(nn.Module):
+    """Layers that write a cache each, k and v of all layers interleaved in one tensor, and read it in the splitting op."""
+
+    layers = 1  # a second one adds a third piece to compile and nothing to see
+
+    def __init__(self, pages: int = 512) -> None:
+        super().__init__()
+        caches = torch.zeros(self.layers, pages, 2, 4)
+        for layer in range(self.layers):
+            for which, name in enumerate(("k", "v")):
+                self.register_buffer(f"{name}{layer}", caches[layer, :, which], persistent=False)
+
+    def forward(self, x, slots):
+        for layer in range(self.layers):
+            k, v = getattr(self, f"k{layer}"), getattr(self, f"v{layer}")
+            ops.write(x * 2, k, slots)
+            ops.write(x + 1, v, slots)
+            out = torch.empty_like(x)
+            ops.attend_out(x, k[: x.shape[0]], v[: x.shape[0]], 1, out)
+            x = x + torch.nn.functional.gelu(out)
+        return x
+
+
+@needs_inductor
+def test_b030_b031_caches_that_share_storage_are_written_and_not_cloned():
+    from torch._inductor.utils import run_and_get_code
+
+    mine, theirs = Cached(), Cached()
+    make = lambda n: (torch.randn(n, 4), torch.arange(n) * 3 - 3)  # slot −3: write nothing
+    pieces._COMPILED.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        made, code = run_and_get_code(lambda: compiled(mine, *make(5), dynamic={"x": 0, "slots": 0}, backend="inductor"))
+    assert made.report.notes == [] and len(code) >= 2
+    for source in code:
+        assert "toysplit.write" in source or "attend_out" not in source
+        assert "512" not in "".join(line for line in source.splitlines() if "empty_strided" in line), "a cache-sized buffer is made"
+        assert ".clone(" not in source and "copy_(" not in source
+    for tokens in (5, 1, 9):
+        args = make(tokens)
+        close(made(*args), theirs(*args))
+        for name, buffer in theirs.named_buffers():
+            close(dict(mine.named_buffers())[name], buffer)
+    assert mine.k0[3].any() and not mine.k0[1].any()
+
+
+@needs_inductor
+def test_b026_a_piece_that_writes_memory_it_reads_elsewhere_is_not_compiled():
+    class Overlapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            base = torch.arange(12.0)
+            self.register_buffer("low", base[:8])
+            self.register_buffer("high", base[4:])
+
+        def forward(self, x):
+            self.low.add_(x)
+            return self.high * 2 + x
+
+    mine, theirs = Overlapping(), Overlapping()
+    made = compiled(mine, torch.ones(8), backend="inductor", splitting=[])
+    assert any("it writes low, which overlaps high" in note for note in made.report.notes)
+    same(made(torch.ones(8)), theirs(torch.ones(8)))
+
+
+@needs_inductor
+def test_b025_inductor_pieces_write_inputs_and_views_as_eager_does():
+    class Writes(nn.Module):
+        def forward(self, x):
+            y = x * 3
+            rows, flat = y[1:], y.view(-1)
+            z = ops.mix(x)  # cut
+            rows.add_(1)
+            x.mul_(2)
+            z = ops.mix(z)  # cut
+            return z + flat.sum() + y, x, flat
+
+    module = Writes()
+    made = compiled(module, torch.randn(4, 3), splitting=["toysplit::mix"], backend="inductor")
+    x = torch.randn(4, 3)
+    mine, theirs = x.clone(), x.clone()
+    close(made(mine), module(theirs))
+    close(mine, theirs)
+
+
+def test_without_a_compiler_inductor_says_so():
+    from torch._inductor import cpp_builder, exc
+
+    pieces._COMPILED.clear()
+    with mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=exc.InvalidCxxCompiler()):
+        assert "C++ compiler" in inductor_available("cpu")
+        with pytest.raises(RuntimeError, match=r'C\+\+ compiler.*compile\.backend = "eager"'):
+            compiled(Stack(1), *step(8), dynamic=DYNAMIC, backend="inductor")
+        compiled(Stack(1), *step(8), dynamic=DYNAMIC, backend="eager")
+
+
+# ------------------------------------------------------------------------------------------------------------- torch.compile
+
+
+def options(**more):
+    return {"splitting_ops": ["toysplit::attend_out"], "backend": "eager", **more}
+
+
+def test_torch_compile_by_name():
+    module = Stack(2)
+    made = torch.compile(module, backend="tkernels", options=options(), fullgraph=True)
+    args = step(8)
+    with torch.no_grad():
+        same(made(*args), module(*args))
+
+
+def test_torch_compile_with_one_unknown_size_compiles_once():
+    module = Stack(2)
+    made = torch.compile(module, backend="tkernels", options=options(), fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad(), mock.patch("runtime.backend.cut", wraps=__import__("runtime.backend", fromlist=["cut"]).cut) as cuts:
+        for tokens in (8, 1, 0, 30):
+            args = step(tokens)
+            for arg in args:
+                torch._dynamo.decorators.mark_unbacked(arg, 0, shape_id="tokens")
+            same(made(*args), module(*args))
+    assert cuts.call_count == 1
+
+
+@needs_inductor
+def test_torch_compile_with_inductor():
+    module = Stack(2)
+    made = torch.compile(module, backend="tkernels", options=options(backend="inductor"), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (8, 5):
+            args = step(tokens)
+            close(made(*args), module(*args))
+
+
+def test_torch_compile_refuses_what_it_does_not_do():
+    module, args = Stack(1), step(8)
+    with pytest.raises(Exception, match="inference-only"):
+        torch.compile(module, backend="tkernels", options=options())(*args)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match=r"did you mean compile\.splitting_ops"):
+        torch.compile(module, backend="tkernels", options={"spliting_ops": []})(*args)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="no op 'toysplit::typo' is registered"):
+        torch.compile(module, backend="tkernels", options=options(splitting_ops=["toysplit::typo"]))(*args)
