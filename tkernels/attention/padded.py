@@ -87,9 +87,9 @@ def _inputs(
     scale: float, causal: bool, window: int, softcap: float, sinks: torch.Tensor | None,
 ) -> Inputs:  # fmt: skip
     # one token seen as a page of one: the strides say the rest
-    caches = [x.as_strided((1, 1, x.shape[1], x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), 1)) for x in (k, v)]
+    k_tokens, v_tokens = (x.as_strided((1, 1, x.shape[1], x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), 1)) for x in (k, v))
     inputs = check_inputs(
-        q.flatten(0, 1), *caches, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks, None, None, 1.0
+        q.flatten(0, 1), k_tokens, v_tokens, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks, None, None, 1.0
     )  # fmt: skip
     return inputs._replace(page_size=_PAGE, capacity=block_table.shape[1] * _PAGE)
 
@@ -123,10 +123,10 @@ def padded_attention_ref(
     row = torch.arange(batch, device=q.device)[:, None]
     starts = block_table[:, :1] - row * _row_stride("k", k)
     tokens = row * keys + (starts + torch.arange(keys, device=q.device)[None, :]).clamp(0, keys - 1)  # past a row's end: not read
-    pages = [x.transpose(1, 2).flatten(0, 1)[:, None] for x in (k, v)]  # [batch · keys, 1, kv_heads, dim]
+    k_pages, v_pages = (x.transpose(1, 2).flatten(0, 1)[:, None] for x in (k, v))  # [batch · keys, 1, kv_heads, dim]
     out, _ = paged_attention_ref(
-        q.flatten(0, 1), *pages, tokens.to(torch.int32), seq_lens, cu_seqlens_q, scale=scale, causal=causal, window=window or None,
-        softcap=softcap, sinks=sinks,
+        q.flatten(0, 1), k_pages, v_pages, tokens.to(torch.int32), seq_lens, cu_seqlens_q, scale=scale, causal=causal,
+        window=window or None, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return out.view(q.shape)
 
