@@ -199,8 +199,7 @@ class Arena:
                 used = real[tail.size] + tail.extra
                 if used < tail.stop:
                     _fill_numpy(array, tail.axis, used, self.specs[name])
-                if input_.rows_only and self._dirty[name] <= tail.stop:
-                    self._dirty[name] = used
+            self._dirty[name] = self._rows(name)  # past the padded size now lies what the staging buffer held there
             if array.nbytes:
                 end = self._offsets[name] + array.nbytes
         self._block[:end].copy_(staging.block[:end], non_blocking=True)

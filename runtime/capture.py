@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -85,19 +86,11 @@ class CapturedStep:
     """Every tensor of the step that existed before, by name; kept alive so that no graph reads freed memory."""
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     """The persistent ones that the step writes into, as far as its ops declare."""
-    replay: Callable[[], None] = field(init=False)
+    replay: Callable[[], object] = field(init=False)
 
     def __post_init__(self) -> None:
-        runs = [s.runner() if isinstance(s, EagerCall) else s.replay for s in self.segments if isinstance(s, EagerCall) or not s.empty]
-        if len(runs) == 1:
-            self.replay = runs[0]
-        else:
-
-            def replay() -> None:
-                for run in runs:
-                    run()
-
-            self.replay = replay
+        runs = [s.runner() if isinstance(s, EagerCall) else s.replayer() for s in self.segments if isinstance(s, EagerCall) or not s.empty]
+        self.replay = runs[0] if len(runs) == 1 else partial(_run_all, tuple(runs))
 
     @property
     def graphs(self) -> list[Graph]:
@@ -106,9 +99,19 @@ class CapturedStep:
     def reset(self) -> None:
         for graph in self.graphs:
             graph.reset()
+        self.replay = _gone
 
     def verified(self) -> None:
         self.addresses = [replace(a, verified=True) for a in self.addresses]
+
+
+def _run_all(runs: tuple[Callable[[], object], ...]) -> None:
+    for run in runs:
+        run()
+
+
+def _gone() -> None:
+    raise CaptureError("replay of a step whose graphs were reset")
 
 
 def capture_step(

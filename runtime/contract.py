@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.arena import Arena
 from runtime.capture import CapturedStep
@@ -38,18 +39,20 @@ class Inputs:
         return arena.load(self.values, self.real, self.padded)
 
 
-def prove(step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Arena, pool: Pool, name: str) -> frozenset[str]:
+def prove(
+    step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Arena, dims: OutputDims, pool: Pool, name: str
+) -> frozenset[str]:
     """Compare replays with the callable not captured. Returns the arena inputs that the step writes into.
 
     Raises CaptureError naming the step and the output that differs. Leaves the arena with the last set of inputs.
     """
     mutated: set[str] = set(step.mutated)
     for given in inputs:
-        problem = _compare(step, reference, given, arena, pool, mutated, {})
+        problem = _compare(step, reference, given, arena, dims, pool, mutated, {})
         if problem and step.written:
             # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
             small = {n: t for n, t in step.written.items() if t.nbytes <= _RESTORED_BYTES}
-            problem = _compare(step, reference, given, arena, pool, mutated, small)
+            problem = _compare(step, reference, given, arena, dims, pool, mutated, small)
         if problem:
             raise CaptureError(f"{name}: {problem}")
     step.verified()
@@ -57,8 +60,16 @@ def prove(step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Aren
 
 
 def _compare(
-    step: CapturedStep, reference: Call, given: Inputs, arena: Arena, pool: Pool, mutated: set[str], state: Mapping[str, torch.Tensor]
+    step: CapturedStep,
+    reference: Call,
+    given: Inputs,
+    arena: Arena,
+    dims: OutputDims,
+    pool: Pool,
+    mutated: set[str],
+    state: Mapping[str, torch.Tensor],
 ) -> str:
+    """What differs, or "". Rows past the real ones are not compared: an op may leave them as it finds them."""
     saved = {n: t.clone() for n, t in state.items()}
 
     def restore() -> None:
@@ -67,7 +78,7 @@ def _compare(
 
     views = given.load(arena)
     before = {n: v.clone() for n, v in views.items()}
-    expected = _clone(reference(views))
+    expected = _clone(cut_to_real(reference(views), dims, given.real))
     after = {n: v.clone() for n, v in views.items()}
     mutated |= {n for n, v in views.items() if not same_bits(v, before[n])}
     state_after = {n: t.clone() for n, t in state.items()}
@@ -78,12 +89,13 @@ def _compare(
     step.replay()
     pool.synchronize()
     del held
-    for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(step.output), strict=True)):
+    replayed = pytree.tree_leaves(cut_to_real(step.output, dims, given.real))
+    for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), replayed, strict=True)):
         if isinstance(want, torch.Tensor) and not same_bits(want, got):
             problem = f"output {i} of the replay differs from the same callable not captured ({difference(want, got)})"
             restore()
             given.load(arena)
-            again = pytree.tree_leaves(reference(views))[i]
+            again = pytree.tree_leaves(cut_to_real(reference(views), dims, given.real))[i]
             if not same_bits(want, again):
                 problem += "; but so does the callable from itself when it is called twice: it draws random numbers or depends on state"
             return problem
@@ -106,19 +118,39 @@ def _overwrite(step: CapturedStep, pool: Pool) -> None:
                 leaf.fill_(1)
 
 
-def rows_mix(reference: Call, given: Inputs, arena: Arena, dims: OutputDims, declared: Mapping[str, Any]) -> str:
-    """Why a change of the padding changes real rows, or "". declared: inputs whose padding value the user gave."""
-    views = given.load(arena)
-    plain = _clone(cut_to_real(reference(views), dims, given.real))
+def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: OutputDims, declared: Mapping[str, Any]) -> str:
+    """Why real rows change with what rows past them hold, or "". declared: inputs whose padding value the user gave."""
+    plain = _clone(cut_to_real(reference(given.load(arena)), dims, given.real))
     views = given.load(arena)
     arena.poison_tails(given.real, given.padded)
     arena.shake_tails([n for n in arena.names if n not in declared], given.real, given.padded)
-    shaken = cut_to_real(reference(views), dims, given.real)
+    shaken = _clone(cut_to_real(reference(views), dims, given.real))
     arena.touched(arena.names)
-    for i, (want, got) in enumerate(zip(pytree.tree_leaves(plain), pytree.tree_leaves(shaken), strict=True)):
-        if isinstance(want, torch.Tensor) and not same_bits(want, got):
-            return f"output {i}: real rows change with what the padding rows hold ({difference(want, got)})"
+    if (i := _first_difference(plain, shaken)) is not None:
+        return f"output {i}: real rows change with what the padding rows hold"
+    # An op may leave rows past the real ones unwritten; then no later op may carry what was there into a real row.
+    plain = _clone(cut_to_real(module(given.load(arena)), dims, given.real))
+    views = given.load(arena)
+    with _FillEmpty():
+        filled = cut_to_real(module(views), dims, given.real)
+    if (i := _first_difference(plain, filled)) is not None:
+        return f"output {i}: real rows change with what new memory holds, so an op reads rows that no op has written"
     return ""
+
+
+class _FillEmpty(TorchDispatchMode):
+    """Memory that is allocated and not written holds NaN, or a large number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "_opname", "") in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+            result.fill_(float("nan") if result.dtype.is_floating_point or result.dtype.is_complex else 1)
+        return result
+
+
+def _first_difference(a: Any, b: Any) -> int | None:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return next((i for i, (x, y) in enumerate(pairs) if isinstance(x, torch.Tensor) and not same_bits(x, y)), None)
 
 
 def differs_from_module(reference: Call, module: Call, given: Inputs, arena: Arena, dims: OutputDims) -> str:

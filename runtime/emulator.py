@@ -63,8 +63,8 @@ class EmulatedPool:
         return EmulatedGraph(self)
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        with frozen_gc(), self._modes[0], self._modes[1]:
+    def session(self, collect: bool = True) -> Iterator[None]:
+        with frozen_gc(collect=False), self._modes[0], self._modes[1]:  # garbage holds no device memory here
             try:
                 yield
             finally:
@@ -145,6 +145,9 @@ class EmulatedGraph:
         with torch.inference_mode(False), torch.no_grad():
             for run in self._tape:
                 run()
+
+    def replayer(self) -> Callable[[], object]:
+        return self.replay
 
     def launch(self, piece: Callable[..., Any], *args: Any) -> Any:
         mode = self._pool._modes[0]

@@ -42,6 +42,9 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def replayer(self) -> Callable[[], object]:
+        """``replay`` with nothing around it, for the loop over a step's segments. Not to be called after ``reset``."""
+
     def launch(self, piece: Callable[..., Any], *args: Any) -> Any: ...
 
     def reset(self) -> None:
@@ -55,8 +58,11 @@ class Pool(Protocol):
 
     def graph(self) -> Graph: ...
 
-    def session(self) -> AbstractContextManager[None]:
-        """Where captures happen: capture stream current, garbage collector frozen. Restored on leaving, also by an error."""
+    def session(self, collect: bool = True) -> AbstractContextManager[None]:
+        """Where captures happen: capture stream current, garbage collector frozen. Restored on leaving, also by an error.
+
+        collect: free garbage and cached memory first, which takes a good part of a second; not for captures between steps.
+        """
 
     def nbytes(self) -> int: ...
 
@@ -99,14 +105,15 @@ def launch(piece: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def frozen_gc() -> Iterator[None]:
-    """One collection, then no collector until the end.
+def frozen_gc(collect: bool) -> Iterator[None]:
+    """No garbage collector until the end. collect: one collection before, so that garbage holds no device memory meanwhile.
 
     A collection inside a capture can finalise a compiled kernel, and unloading its module is not allowed there. One per capture
     would dominate start-up, so there is one in all.
     """
     enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0  # a user's own freeze must not be undone by ours
-    gc.collect()
+    if collect:
+        gc.collect()
     if freeze:
         gc.freeze()
     gc.disable()
@@ -164,6 +171,10 @@ class CudaGraph:
             raise CaptureError("replay of a graph that holds no capture: it was reset, or its capture failed")
         self._graph.replay()
 
+    def replayer(self) -> Callable[[], object]:
+        assert self._graph is not None
+        return super(torch.cuda.CUDAGraph, self._graph).replay  # past the Python wrapper, which looks for a debug tracker
+
     def launch(self, piece: Callable[..., Any], *args: Any) -> Any:
         return piece(*args)
 
@@ -186,11 +197,12 @@ class CudaPool:
         return CudaGraph(self)
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, collect: bool = True) -> Iterator[None]:
         outer = torch.cuda.current_stream(self.device)
-        with frozen_gc():
+        with frozen_gc(collect):
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # once here, not once a graph as torch.cuda.graph does
+            if collect:
+                torch.cuda.empty_cache()  # once here, not once a graph as torch.cuda.graph does
             self._ranges = []
             self._stream.wait_stream(outer)
             try:

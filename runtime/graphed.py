@@ -310,7 +310,7 @@ class GraphedModule(torch.nn.Module):
         steps, dispatcher = self._steps, self._dispatcher
         assert steps is not None and dispatcher is not None
         with self._lock:
-            capture_all(steps, todo)
+            capture_all(steps, todo, between_steps=True)
             publish(steps, dispatcher)
             measure_all(steps, dispatcher, {key.host: sorted({size for _, _, size in todo})})
             dispatcher.changed()
@@ -320,9 +320,12 @@ class GraphedModule(torch.nn.Module):
         with self._lock:
             if self._steps is None or self._dispatcher is None:
                 return
+            code = self._steps.persistent.code()
             self._steps.persistent.refresh()
             had = self._steps.drop_graphs()
-            capture_all(self._steps, had)
+            if self._steps.persistent.code() != code:
+                self._steps.recompile()
+            capture_all(self._steps, had, between_steps=True)
             publish(self._steps, self._dispatcher)
 
     def reset(self) -> None:

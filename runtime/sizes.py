@@ -64,6 +64,8 @@ def capture_sizes(
         return [], "graph.capture_sizes = []: graphs are off"
     clipped = sorted({n for n in sizes if n > max_tokens})
     remark = f"graph.capture_sizes: {clipped} left out, they are above graph.max_tokens = {max_tokens}" if clipped else ""
+    if len(clipped) == len(set(sizes)):
+        return [], f"{remark}; nothing is left, so graphs are off"
     return sorted({n for n in sizes if n <= max_tokens} | required), remark
 
 
@@ -91,16 +93,17 @@ def plan_sizes(
     last_forced = np.maximum.accumulate(np.where(forced, np.arange(n), -1))
     best[np.concatenate([[-1], last_forced[:-1]]) >= 0] = np.inf  # a required size lies below the only graph
     came_from: list[np.ndarray] = []
-    # step[i, j]: cost of the steps in (sizes[i], sizes[j]] when padded to sizes[j]
-    step = (below[None, 1:] - below[1:, None]) * price[None, :]
+    # step[j, i]: cost of the steps in (sizes[i], sizes[j]] when padded to sizes[j]
+    step = (below[1:, None] - below[None, 1:]) * price[:, None]
     index = np.arange(n)
     previous_forced = np.concatenate([[-1], last_forced[:-1]])
-    step[(index[:, None] >= index[None, :]) | (index[:, None] < previous_forced[None, :])] = np.inf
+    step[(index[None, :] >= index[:, None]) | (index[None, :] < previous_forced[:, None])] = np.inf
     results = [best[-1]]
+    total = np.empty_like(step)
     for _ in range(max(count, len(must)) - 1):
-        total = best[:, None] + step
-        source = total.argmin(axis=0)
-        best = total[source, index]
+        np.add(step, best[None, :], out=total)
+        source = total.argmin(axis=1)
+        best = total[index, source]
         came_from.append(source)
         results.append(best[-1])
     graphs = int(np.argmin(results))  # fewest graphs that reach the optimum

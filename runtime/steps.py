@@ -23,6 +23,7 @@ from runtime.outputs import OutputDims, probe_outputs
 from runtime.persistent import Persistent
 from runtime.split import resolve_ops
 
+NamedCall = Callable[[Mapping[str, torch.Tensor]], Any]
 Representative = Callable[[int], "Call | None"]
 """A representative call of a size; None: this size does not occur with this key."""
 
@@ -43,12 +44,15 @@ class KeySteps:
     text: str
     specs: dict[str, InputSpec]
     arena: Arena
-    call: Callable[[Mapping[str, torch.Tensor]], Any]
+    call: NamedCall
     """The callable that is captured, on tensors by name."""
-    module_call: Callable[[Mapping[str, torch.Tensor]], Any]
+    module_call: NamedCall
     dims: OutputDims
     representative: Representative
     static: dict[str, torch.Tensor]
+    example: Call
+    checked: bool = False
+    """Whether padding has been found harmless or not."""
     exact: bool = False
     captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
     dropped: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -94,20 +98,26 @@ class Steps:
                 shape = tuple(where.get(axis, n) for axis, n in enumerate(tensor.shape))
                 specs[name] = InputSpec(name, shape, tensor.dtype, self.pad.get(name, 0))
         arena = Arena(specs.values(), self.padded(max_tokens), self.device)
-
-        def on_named(fn: Callable[..., Any]) -> Callable[[Mapping[str, torch.Tensor]], Any]:
-            def call(tensors: Mapping[str, torch.Tensor]) -> Any:
-                args, kwargs = self.binding.build({**tensors, **static}, example.host)
-                return fn(*args, **kwargs)
-
-            return call
-
-        module_call = on_named(self.module)
-        call = on_named(self._compiled(example))
+        module_call, call = self._on_named(self.module, example, static), self._on_named(self._compiled(example), example, static)
         dims = probe_outputs(module_call, specs, self.device, arena.largest, lambda: self._observe(module_call, example))
-        key = KeySteps(example.host, key_text(example.host), specs, arena, call, module_call, dims, representative, static)
+        key = KeySteps(example.host, key_text(example.host), specs, arena, call, module_call, dims, representative, static, example)
         self.keys[example.host] = key
         return key
+
+    def _on_named(self, fn: Callable[..., Any], example: Call, static: Mapping[str, torch.Tensor]) -> NamedCall:
+        build, host = self.binding.build, example.host
+
+        def call(tensors: Mapping[str, torch.Tensor]) -> Any:
+            args, kwargs = build({**tensors, **static}, host)
+            return fn(*args, **kwargs)
+
+        return call
+
+    def recompile(self) -> None:
+        """Compile every key anew: shapes, dtypes or frozen values of the module have changed."""
+        for key in self.keys.values():
+            key.call = self._on_named(self._compiled(key.example), key.example, key.static)
+            key.checked = key.exact = False
 
     def _observe(self, module_call: Callable[..., Any], example: Call) -> tuple[Any, dict[str, int]]:
         tensors = {n: t.to(self.device) for n, t in example.tensors.items() if n not in self.static}
@@ -129,10 +139,10 @@ class Steps:
     # -- one step -------------------------------------------------------------------------------------------------------------
 
     def inputs(self, key: KeySteps, size: int) -> list[Inputs]:
-        """The sets of inputs a step of this size is captured and proved with: a full one and one with a padded tail."""
+        """The sets of inputs a step of this size is captured and proved with: a full one and, where padding is legal, one with a tail."""
         sets = []
         for n in dict.fromkeys((size, max(1, size - max(1, size // 4)))):
-            call = key.representative(n)
+            call = key.representative(n) if n == size or not key.exact else None
             if call is not None:
                 values = {name: t for name, t in call.tensors.items() if name in key.specs}
                 sets.append(Inputs(values, call.sizes, self.padded(size)))
@@ -157,7 +167,7 @@ class Steps:
             if mode == "piecewise" and len(step.segments) == 1:
                 ops = ", ".join(self.config.compile.splitting_ops) or "none is configured"
                 raise NothingToSplit(f"no splitting op is called ({ops}), so this is the full graph")
-            mutated = prove(step, key.call, sets, key.arena, self.pool, f"{mode} at size {size}")
+            mutated = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}")
         except BaseException:
             step.reset()
             raise
@@ -167,14 +177,16 @@ class Steps:
         return captured
 
     def check_padding(self, key: KeySteps, size: int) -> None:
-        """Find out whether padding changes real rows; if so, the key is served at exact sizes only."""
+        """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key."""
         padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
-        for given in padded[-1:]:
-            why = rows_mix(key.call, given, key.arena, key.dims, self.pad)
-            why = why or differs_from_module(key.call, key.module_call, given, key.arena, key.dims)
-            if why:
-                key.exact = True
-                self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
+        if key.checked or not padded:
+            return
+        key.checked = True
+        why = rows_mix(key.call, key.module_call, padded[-1], key.arena, key.dims, self.pad)
+        why = why or differs_from_module(key.call, key.module_call, padded[-1], key.arena, key.dims)
+        if why:
+            key.exact = True
+            self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
 
     def drop(self, key: KeySteps, mode: str, size: int, reason: str) -> None:
         captured = key.captured.pop((mode, size), None)

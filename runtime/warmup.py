@@ -35,12 +35,19 @@ def resized(example: Call, steps: Steps, size: int) -> Call:
     return Call(tensors, example.host, real)
 
 
-def capture_all(steps: Steps, todo: Iterable[tuple[KeySteps, str, int]], progress: Progress | None = None) -> None:
-    """Capture and prove, largest first so that smaller graphs fit into the memory of larger ones. Within the memory budget."""
+def capture_all(
+    steps: Steps, todo: Iterable[tuple[KeySteps, str, int]], progress: Progress | None = None, *, between_steps: bool = False
+) -> None:
+    """Capture and prove, largest first so that smaller graphs fit into the memory of larger ones. Within the memory budget.
+
+    between_steps: requests are waiting, so nothing is done that is only good for memory.
+    """
     order = sorted(todo, key=lambda item: (-item[2], item[1]))
     budget = steps.config.graph.memory_budget
     full = ""
-    with torch.inference_mode(False), torch.no_grad(), steps.pool.session():
+    with torch.inference_mode(False), torch.no_grad(), steps.pool.session(collect=not between_steps):
+        for key in dict.fromkeys(key for key, _, _ in order):
+            steps.check_padding(key, min((size for k, _, size in order if k is key and size > 1), default=1))
         for done, (key, mode, size) in enumerate(order):
             if progress:
                 progress(done, len(order), f"capturing {mode} at size {size}")
@@ -62,10 +69,7 @@ def capture_all(steps: Steps, todo: Iterable[tuple[KeySteps, str, int]], progres
                     full = f"graph.memory_budget of {budget} bytes was reached"
                     steps.drop(key, mode, size, full)
                     steps.remark(f"{full} by {mode} at size {size} (it adds {grown} bytes); it and what came after was dropped")
-        for key in dict.fromkeys(key for key, _, _ in order):
-            sizes = sorted({size for _, size in key.captured if size > 1})
-            if sizes:
-                steps.check_padding(key, sizes[0])
+        steps.persistent.forget_changed_values()
     if progress:
         progress(len(order), len(order), "captured")
 

@@ -1,0 +1,74 @@
+"""Toy modules and splitting ops for the tests of the graph runtime. The ops are a user's own, not ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from runtime.graphed import GraphedModule, graphed
+
+_LIBRARY = torch.library.Library("toy", "FRAGMENT")
+_LIBRARY.define("scale_rows_out(Tensor x, Tensor factor, *, Tensor(a!) out) -> ()")
+_LIBRARY.define("scale_rows(Tensor x, Tensor factor) -> Tensor")
+_LIBRARY.define("scale_first_rows_out(Tensor x, Tensor count, *, Tensor(a!) out) -> ()")
+
+
+def _scale_rows_out(x: torch.Tensor, factor: torch.Tensor, *, out: torch.Tensor) -> None:
+    out.copy_(x * factor[:, None])
+
+
+def _scale_first_rows_out(x: torch.Tensor, count: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Writes only the first ``count`` rows, as an attention kernel leaves padding rows alone."""
+    n = int(count)
+    out[:n] = x[:n] * 2
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("scale_rows_out", _scale_rows_out, _key)
+    _LIBRARY.impl("scale_rows", lambda x, factor: x * factor[:, None], _key)
+    _LIBRARY.impl("scale_first_rows_out", _scale_first_rows_out, _key)
+torch.library.register_fake("toy::scale_rows_out", lambda x, factor, *, out: None, lib=_LIBRARY)
+torch.library.register_fake("toy::scale_rows", lambda x, factor: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake("toy::scale_first_rows_out", lambda x, count, *, out: None, lib=_LIBRARY)
+
+SPLIT = "toy::scale_rows_out"
+OUT = torch.ops.toy.scale_rows_out.default
+FRESH = torch.ops.toy.scale_rows.default
+
+
+class Layers(nn.Module):
+    """Embedding, then layers of linear, splitting op, residual. ids [tokens] int64, factor [tokens] float -> x [tokens, 4]."""
+
+    def __init__(self, layers: int = 2, fresh: bool = False) -> None:
+        super().__init__()
+        self.fresh = fresh
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.register_buffer("table", torch.randn(7, 4))
+
+    def forward(self, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        x = self.table[ids]
+        for linear in self.linears:
+            q = linear(x)
+            if self.fresh:
+                out = torch.ops.toy.scale_rows(q, factor)
+            else:
+                out = torch.empty_like(q)
+                torch.ops.toy.scale_rows_out(q, factor, out=out)
+            x = x + out.tanh()
+        return x
+
+
+def step(tokens: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 7, (tokens,), device=device), torch.rand(tokens, device=device)
+
+
+def make(module: nn.Module, dynamic: object = None, *, pad: object = None, bounds: object = None, compile: object = None,
+         max_num_seqs: int = 2, static: tuple[str, ...] = (), borrow: bool = False, **graph: object) -> GraphedModule:  # fmt: skip
+    """``graphed`` with small sizes, no compiler, and the toy's splitting op."""
+    config = {
+        "graph": {"max_tokens": 8, "capture_sizes": [2, 4], **graph},
+        "compile": {"backend": "eager", "splitting_ops": [SPLIT], **(compile or {})},
+        "scheduler": {"max_num_seqs": max_num_seqs},
+    }
+    dynamic = dynamic or {"ids": 0, "factor": 0}
+    return graphed(module, config, dynamic=dynamic, pad=pad or {}, bounds=bounds or {}, static=static, borrow=borrow)  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""Step inputs at fixed addresses, with tails that hold exactly the declared padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.arena import Arena, Dim, InputSpec
+
+T, S = Dim("tokens"), Dim("seqs")
+SPECS = [
+    InputSpec("ids", (T,), torch.int64),
+    InputSpec("slots", (T,), torch.int64, -1),
+    InputSpec("table", (S, 5), torch.int32),
+    InputSpec("offsets", (Dim("seqs", 1),), torch.int32, "last"),
+    InputSpec("hidden", (T, 3), torch.bfloat16, 0.5),
+    InputSpec("angles", (2, T), torch.float32),
+    InputSpec("flags", (T,), torch.bool, True),
+    InputSpec("scale", (), torch.float32),
+]
+
+
+def arena(device: torch.device) -> Arena:
+    return Arena(SPECS, {"tokens": 16, "seqs": 8}, device)
+
+
+def values(tokens: int, seqs: int) -> dict[str, torch.Tensor]:
+    return {
+        "ids": torch.randint(1, 9, (tokens,)),
+        "slots": torch.randint(1, 9, (tokens,)),
+        "table": torch.randint(1, 9, (seqs, 5), dtype=torch.int32),
+        "offsets": torch.arange(seqs + 1, dtype=torch.int32) * 3,
+        "hidden": torch.randn(tokens, 3).bfloat16(),
+        "angles": torch.randn(2, tokens),
+        "flags": torch.rand(tokens) > 0.5,
+        "scale": torch.tensor(2.5),
+    }
+
+
+def expect(views: dict[str, torch.Tensor], given: dict[str, torch.Tensor], tokens: int, seqs: int) -> None:
+    """Real rows are the given ones and every tail row is the declared value; nothing is compared with the arena's own code."""
+    got = {name: view.cpu() for name, view in views.items()}
+    for name, value in given.items():
+        real = got[name][tuple(slice(n) for n in value.shape)] if value.ndim else got[name]
+        assert torch.equal(real, value), name
+    assert (got["ids"][tokens:] == 0).all() and (got["slots"][tokens:] == -1).all()
+    assert (got["table"][seqs:] == 0).all() and (got["offsets"][seqs + 1 :] == given["offsets"][-1]).all()
+    assert (got["hidden"][tokens:] == 0.5).all() and (got["angles"][:, tokens:] == 0).all() and got["flags"][tokens:].all()
+
+
+SIZES = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 15), st.integers(0, 7), st.booleans())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(SIZES, min_size=1, max_size=6))
+def test_tails_hold_the_padding_whatever_came_before(steps: list[tuple[int, int, int, int, bool]]) -> None:
+    """Steps of any sizes in any order, filled from tensors or from the host."""
+    a = arena(torch.device("cpu"))
+    for padded_tokens, padded_seqs, tokens, seqs, from_host in steps:
+        padded = {"tokens": padded_tokens, "seqs": padded_seqs}
+        real = {"tokens": 1 + tokens % padded_tokens, "seqs": 1 + seqs % padded_seqs}
+        given = values(real["tokens"], real["seqs"])
+        if from_host:
+            for name, array in a.host(padded).items():
+                source = given[name].view(torch.uint16) if given[name].dtype is torch.bfloat16 else given[name]
+                array[tuple(slice(n) for n in source.shape)] = source.numpy()
+            views = a.upload(real, padded)
+        else:
+            views = a.load(given, real, padded)
+        expect(views, given, real["tokens"], real["seqs"])
+
+
+def test_addresses_never_change(device: torch.device) -> None:
+    a = arena(device)
+    before = {name: v.data_ptr() for name, v in a.views({"tokens": 16, "seqs": 8}).items()}
+    for tokens, seqs in ((1, 1), (16, 8), (3, 2)):
+        sizes = {"tokens": tokens, "seqs": seqs}
+        assert {name: v.data_ptr() for name, v in a.load(values(tokens, seqs), sizes, sizes).items()} == before
+        assert all(v.is_contiguous() for v in a.views(sizes).values())
+
+
+def test_inputs_are_aligned_for_vector_loads(device: torch.device) -> None:
+    assert all(v.data_ptr() % 16 == 0 for v in arena(device).views({"tokens": 3, "seqs": 2}).values())
+
+
+def test_a_step_of_the_same_size_fills_nothing(device: torch.device) -> None:
+    a = arena(device)
+    real, padded = {"tokens": 3, "seqs": 2}, {"tokens": 8, "seqs": 4}
+    a.load(values(3, 2), real, padded)
+    a.views(padded)["ids"][3:] = 77  # somebody breaks in: the next load trusts that the tail is as it left it ...
+    a.load(values(3, 2), real, padded)
+    assert (a.views(padded)["ids"][3:] == 77).all()
+    a.touched(["ids"])  # ... until it is told
+    given = values(3, 2)
+    expect(a.load(given, real, padded), given, 3, 2)
+
+
+def test_the_arenas_own_memory_is_taken_without_a_copy(device: torch.device) -> None:
+    a = arena(device)
+    sizes, padded = {"tokens": 5, "seqs": 2}, {"tokens": 8, "seqs": 4}
+    given = values(5, 2)
+    own = a.load(given, sizes, sizes)
+    views = a.load(own, sizes, padded)  # angles are laid out anew for 8 columns, the others lie where they lay
+    expect(views, given, 5, 2)
+
+
+def test_poison_reaches_float_tails_only(device: torch.device) -> None:
+    a = arena(device)
+    real, padded = {"tokens": 3, "seqs": 2}, {"tokens": 8, "seqs": 4}
+    given = values(3, 2)
+    views = a.load(given, real, padded)
+    a.poison_tails(real, padded)
+    assert views["hidden"][3:].isnan().all() and views["angles"][:, 3:].isnan().all()
+    assert not views["hidden"][:3].isnan().any() and (views["slots"][3:] == -1).all()
+    given = values(3, 2)
+    expect(a.load(given, real, padded), given, 3, 2)
+
+
+def test_above_the_largest_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens: 17 is above the arena's largest, 16"):
+        arena(torch.device("cpu")).views({"tokens": 17, "seqs": 1})
+
+
+def test_unknown_size_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"largest value of \['seqs'\]"):
+        Arena(SPECS, {"tokens": 16}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("text", ["", "3", "seqs+", "seqs+x", "a b"])
+def test_bad_size_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size name"):
+        Dim.parse(text)
+
+
+def test_buffers_made_in_inference_mode_can_be_filled_outside_it() -> None:
+    with torch.inference_mode():
+        a = arena(torch.device("cpu"))
+        a.views({"tokens": 4, "seqs": 2})
+    sizes = {"tokens": 4, "seqs": 2}
+    given = values(4, 2)
+    expect(a.load(given, sizes, sizes), given, 4, 2)
+
+
+@pytest.mark.gpu
+def test_one_copy_for_all_inputs_and_no_overwriting_of_a_copy_under_way(device: torch.device) -> None:
+    """RACE: the host writes step n+1 while the device has not yet run the copy of step n."""
+    a = arena(device)
+    sizes = {"tokens": 16, "seqs": 8}
+    seen = []
+    for step in range(6):
+        torch.cuda._sleep(20_000_000)  # the stream is busy: copies queue up behind it
+        arrays = a.host(sizes)
+        for name, value in values(16, 8).items():
+            arrays[name][...] = value.view(torch.uint16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
+        arrays["ids"][:] = np.arange(16) + step * 100
+        seen.append(a.upload(sizes, sizes)["ids"].clone())
+    for step, ids in enumerate(seen):
+        assert ids.tolist() == list(range(step * 100, step * 100 + 16))
+
+
+@pytest.mark.gpu
+def test_host_tensors_are_packed_into_one_copy(device: torch.device) -> None:
+    a, sizes = arena(device), {"tokens": 8, "seqs": 4}
+    given = values(8, 4)
+    a.load(given, sizes, sizes)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        views = a.load(given, sizes, sizes)
+        torch.cuda.synchronize()
+    copies = [e for e in profile.events() if "Memcpy HtoD" in e.name]
+    assert len(copies) == 1
+    expect(views, given, 8, 4)
