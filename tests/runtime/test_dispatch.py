@@ -1,0 +1,168 @@
+"""The pick is the cheapest legal candidate, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.dispatch import Candidates, Dispatcher, regret
+from runtime.measure import CostTable, fingerprint, interleaved_ms
+
+KEY = "max_query_len=1"
+
+
+def dispatcher(costs: dict[tuple[str, int], float | None], eager: dict[int, float] | None = None, *, mode: str = "auto") -> Dispatcher:
+    """Captured (mode, size) with their cost in ms; None: captured and not measured."""
+    table = CostTable({})
+    table.ms = {(KEY, m, s): ms for (m, s), ms in costs.items() if ms is not None} | {(KEY, "eager", s): ms for s, ms in (eager or {}).items()}
+    made = Dispatcher(table, mode=mode)
+    made.keys[KEY] = Candidates({at: {"tokens": at[1], "seqs": min(at[1], 4)} for at in costs})
+    return made
+
+
+def pick(d: Dispatcher, tokens: int, seqs: int = 1) -> tuple[str, int]:
+    decision = d.dispatch(KEY, {"tokens": tokens, "seqs": seqs})
+    return decision.mode, decision.size
+
+
+def test_b040_a_larger_full_graph_that_is_cheaper_wins() -> None:
+    d = dispatcher({("piecewise", 16): 2.0, ("full", 20): 1.0, ("full", 5): 0.9})
+    assert pick(d, 15) == ("full", 20)
+
+
+def test_b040_without_costs_a_full_graph_that_fits_comes_first() -> None:
+    d = dispatcher({(m, s): None for m, sizes in (("full", (5, 10, 20)), ("piecewise", (1, 2, 4, 8, 16))) for s in sizes})
+    for n in range(1, 21):
+        assert pick(d, n) == ("full", min(s for s in (5, 10, 20) if s >= n))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.tuples(st.sampled_from(["full", "piecewise"]), st.integers(1, 12)), st.floats(0.1, 9.0), min_size=1, max_size=8),
+    st.dictionaries(st.integers(1, 12), st.floats(0.1, 9.0), max_size=3),
+)
+def test_b040_every_size_gets_the_cheapest_legal_candidate(costs: dict[tuple[str, int], float], eager: dict[int, float]) -> None:
+    d = dispatcher(costs, eager)
+    for n in range(1, 15):
+        mode, size = pick(d, n)
+        fitting = [ms for (_, s), ms in costs.items() if s >= n]
+        eager_ms = d.eager_ms(KEY, n)
+        if not fitting:
+            assert mode == "eager"
+        elif mode == "eager":
+            assert eager_ms is not None and eager_ms <= min(fitting)
+        else:
+            assert costs[mode, size] == min(fitting) and (eager_ms is None or eager_ms > min(fitting))
+
+
+def test_a_graph_that_does_not_beat_eager_is_not_used() -> None:
+    d = dispatcher({("full", 8): 2.0}, {8: 1.0})
+    assert pick(d, 8) == ("eager", 8)
+    assert d.stats()["eager_reasons"] == {"cheaper than every graph that fits": 1}
+
+
+def test_eager_cost_lies_between_the_measured_sizes() -> None:
+    d = dispatcher({}, {4: 1.0, 8: 3.0})
+    assert [d.eager_ms(KEY, n) for n in (1, 4, 6, 8, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "eager"])
+def test_pinned_mode_is_kept_even_if_dearer(mode: str) -> None:
+    d = dispatcher({("full", 8): 3.0, ("piecewise", 8): 2.0}, {8: 1.0}, mode=mode)
+    assert pick(d, 5)[0] == mode
+
+
+def test_another_named_size_must_fit_too() -> None:
+    d = dispatcher({("full", 8): 1.0})  # holds 4 seqs
+    assert pick(d, 5, seqs=4) == ("full", 8)
+    assert pick(d, 5, seqs=5)[0] == "eager"
+    assert "5 seqs, it holds 4" in str(d.decide(KEY, {"tokens": 5, "seqs": 5}))
+
+
+def test_unknown_key_runs_eager_and_is_counted() -> None:
+    d = dispatcher({("full", 8): 1.0})
+    decision = d.dispatch("max_query_len=3", {"tokens": 5, "seqs": 1})
+    assert decision.mode == "eager" and "max_query_len=3" in decision.reason
+    assert d.stats()["unknown_keys"] == {"max_query_len=3": 1}
+
+
+def test_b046_above_the_largest_size_eager_is_a_decision_with_a_reason() -> None:
+    d = dispatcher({("full", 8): 1.0})
+    assert "no captured size holds 9 tokens (largest: 8)" in str(d.decide(KEY, {"tokens": 9, "seqs": 1}))
+
+
+def test_exact_candidates_take_no_padding() -> None:
+    d = dispatcher({("full", 8): 1.0, ("full", 4): 1.0})
+    d.keys[KEY].exact = True
+    assert pick(d, 8) == ("full", 8) and pick(d, 7)[0] == "eager"
+
+
+def test_explanation_lists_every_alternative_with_its_reason() -> None:
+    d = dispatcher({("full", 2): 0.5, ("full", 8): 1.0, ("piecewise", 8): 2.0}, {8: 5.0})
+    d.keys[KEY].dropped["piecewise", 2] = "out of memory"
+    decision = d.decide(KEY, {"tokens": 3, "seqs": 1})
+    assert (decision.mode, decision.size, decision.padding, decision.ms) == ("full", 8, 5, 1.0)
+    reasons = {(a.mode, a.size): a.reason for a in decision.alternatives}
+    assert reasons == {
+        ("eager", 3): "slower",
+        ("full", 2): "too small: 3 tokens, it holds 2",
+        ("piecewise", 8): "not the cheapest",
+        ("piecewise", 2): "not captured: out of memory",
+    }
+
+
+def test_stats_count_steps_and_padding() -> None:
+    d = dispatcher({("full", 8): 1.0})
+    for n in (5, 8, 9):
+        pick(d, n)
+    stats = d.stats()
+    assert stats["steps"] == {"full": {8: 2}, "piecewise": {}, "eager": {9: 1}}
+    assert stats["padding_rows"] == 3 and stats["rows"] == 5 + 8 + 9 + 3 and stats["step_sizes"] == {5: 1, 8: 1, 9: 1}
+    d.reset_stats()
+    assert d.stats()["step_sizes"] == {}
+
+
+def test_decisions_are_made_anew_after_a_change() -> None:
+    d = dispatcher({("full", 8): 1.0})
+    assert pick(d, 8) == ("full", 8)
+    d.table.ms[KEY, "eager", 8] = 0.1
+    d.changed()
+    assert pick(d, 8) == ("eager", 8)
+
+
+def test_cost_table_is_kept_across_starts(tmp_path: Path) -> None:
+    valid_for = fingerprint(torch.device("cpu"), "model a")
+    table = CostTable(valid_for, {(KEY, "full", 8): 1.25, ("-", "eager", 4): 0.5}, {(KEY, "full", 8): 4096})
+    table.save(tmp_path / "costs.json")
+    loaded, reason = CostTable.load(tmp_path / "costs.json", valid_for)
+    assert loaded is not None and not reason
+    assert loaded.ms == table.ms and loaded.nbytes[KEY, "full", 8] == 4096
+
+
+def test_stale_cost_table_is_ignored_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    CostTable(fingerprint(torch.device("cpu"), "model a")).save(path)
+    for changed in ("model", "torch", "device"):
+        valid_for = fingerprint(torch.device("cpu"), "model a") | {changed: "another"}
+        loaded, reason = CostTable.load(path, valid_for)
+        assert loaded is None and changed in reason and "another" in reason
+    for broken in ("", "{}", "[]", '{"valid_for": {}, "rows": [{"key": 1}]}'):
+        path.write_text(broken)
+        loaded, reason = CostTable.load(path, {})
+        assert loaded is None and "not a cost table" in reason
+    assert "no such file" in CostTable.load(tmp_path / "none.json", {})[1]
+
+
+def test_timing_interleaves_and_takes_the_median() -> None:
+    calls: list[str] = []
+    times = interleaved_ms({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), repeats=3)
+    assert calls == ["a", "b"] * 4 and set(times) == {"a", "b"} and all(ms >= 0 for ms in times.values())
+
+
+def test_regret_compares_the_pick_with_the_best() -> None:
+    rows = regret({4: ("full", 8)}, {4: {("full", 8): 1.1, ("eager", 4): 1.0}})
+    assert rows[0]["best"] == ("eager", 4) and rows[0]["regret"] == pytest.approx(0.1)
