@@ -72,3 +72,12 @@ def make(module: nn.Module, dynamic: object = None, *, pad: object = None, bound
     }
     dynamic = dynamic or {"ids": 0, "factor": 0}
     return graphed(module, config, dynamic=dynamic, pad=pad or {}, bounds=bounds or {}, static=static, borrow=borrow)  # type: ignore[arg-type]
+
+
+def level_costs(fast: GraphedModule) -> GraphedModule:
+    """Costs that grow with the size, so that picks do not depend on how busy the machine was."""
+    dispatcher = fast._dispatcher
+    assert dispatcher is not None
+    dispatcher.table.ms = {(key, mode, size): size + (mode != "full") for key, mode, size in dispatcher.table.ms}
+    dispatcher.changed()
+    return fast
