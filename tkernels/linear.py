@@ -8,8 +8,9 @@ work. Two kernels stream weights; which one, with which tile, or cuBLAS after al
 (``tables/linear_<arch>.json``, made by ``python -m tkernels tune``). What the table does not hold is composed from cuBLAS and
 the single ops, so the answer never depends on a guess.
 
-Every intermediate is rounded where the composition rounds it: normalised x, the projection, the activation, each to x's dtype.
-The order of summation depends on the shape and the number of rows alone, so a call repeats bit for bit.
+The projection and the activation are rounded to x's dtype as in the composition. A fused norm multiplies x by its weight first and
+scales the sums afterwards, so the normalised x itself is never rounded. The order of summation depends on the shape and the number of
+rows alone, so a call repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ def _stream(ptrs, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _weighted(x, norm, squares):
+    """x times the norm's weight, rounded, and its squares; the norm's scale is one number a row and is applied to the sums."""
+    wide = x.to(tl.float32)
+    return cast(wide * norm.to(tl.float32), x.dtype), squares + wide * wide
+
+
+@triton.jit
 def _finish(
     y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, n, stride_rm,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -108,42 +116,42 @@ def _vector_kernel(
     mask_m = (offs_m < rows)[:, None]
     # The first weights are on their way before anything waits for x.
     w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
-    up = w
+    w_up = w
     if GATED:
-        up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
-    scale = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_NORM:
-        squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        for k in tl.static_range(0, K, BLOCK_K):
-            x = tl.load(x_ptrs + k, mask=mask_m & (offs_k + k < K)[None, :], other=0.0).to(tl.float32)
-            squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        w_up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     for k in tl.static_range(0, K, BLOCK_K):
         mask_k = (offs_k + k < K)[None, :]
         x = tl.load(x_ptrs + k, mask=mask_m & mask_k, other=0.0).to(tl.float32)
         if HAS_NORM:
-            norm = tl.load(norm_ptr + k + offs_k, mask=offs_k + k < K, other=0.0).to(tl.float32)
-            x = cast(x * scale[:, None] * norm[None, :], x_ptr.dtype.element_ty).to(tl.float32)
+            squares += x * x
+            x *= tl.load(norm_ptr + k + offs_k, mask=offs_k + k < K, other=0.0).to(tl.float32)[None, :]
         acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
         if GATED:
-            acc_up += up.to(tl.float32)[None, :, :] * x[:, None, :]
+            acc_up += w_up.to(tl.float32)[None, :, :] * x[:, None, :]
         if k + BLOCK_K < K:
             mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
             w = _stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
             if GATED:
-                up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+                w_up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+    y = tl.sum(acc, 2)
+    up = tl.sum(acc_up, 2)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+        y *= scale
+        up *= scale
     _finish(
-        tl.sum(acc, 2), tl.sum(acc_up, 2), bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
+        y, up, bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
         n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _matrix_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, k_total,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
@@ -157,6 +165,7 @@ def _matrix_kernel(
     up_rows = w_rows + n.to(tl.int64) * stride_wn
     x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
     if SLICES == 1:
+        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
         for k in tl.range(0, k_total, BLOCK_K, num_stages=NUM_STAGES):
@@ -165,11 +174,15 @@ def _matrix_kernel(
             w = _stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
             mask_x = mask_m[None, :] if EVEN else mask_m[None, :] & mask_k[:, None]
             x = tl.load(x_rows[None, :] + (offs_k + k)[:, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0)
+                x, squares = _weighted(x, norm[:, None], squares)
             acc = dot(w, x, acc)
             if GATED:
                 acc_up = dot(_stream(up_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN), x, acc_up)
     else:
         offs_s = tl.arange(0, SLICES) * BLOCK_K
+        squares = tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)
         sliced = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
         sliced_up = sliced
         for k in tl.range(0, k_total, SLICES * BLOCK_K, num_stages=NUM_STAGES):
@@ -178,11 +191,19 @@ def _matrix_kernel(
             w = _stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
             mask_x = mask_m[None, None, :] if EVEN else mask_m[None, None, :] & (at < k_total)[:, :, None]
             x = tl.load(x_rows[None, None, :] + at[:, :, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + at, mask=at < k_total, other=0.0)
+                x, squares = _weighted(x, norm[:, :, None], squares)
             sliced = dot(w, x, sliced)
             if GATED:
                 sliced_up = dot(_stream(up_rows[None, :, None] + at[:, None, :], mask_w, EVEN), x, sliced_up)
         acc = tl.sum(sliced, 0)
         acc_up = tl.sum(sliced_up, 0)
+        squares = tl.sum(squares, 0)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
+        acc *= scale
+        acc_up *= scale
     _finish(
         acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
         n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
@@ -233,17 +254,12 @@ def launch(
     grid = (triton.cdiv(n, tile.block_n),)
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
     flags = (bias is not None, gated, residual is not None, even)
+    arguments = (x, norm_weight, weight, bias, residual, y, rows, n, *strides, eps, k, norm_weight is not None, *flags)
     if tile.kind == "vector":
-        _vector_kernel[grid](
-            x, norm_weight, weight, bias, residual, y, rows, n, *strides, eps, k, norm_weight is not None, *flags,
-            block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps,
-        )  # fmt: skip
+        _vector_kernel[grid](*arguments, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps)
     else:
-        assert norm_weight is None, "the matrix kernel copies x straight to shared memory and cannot normalise it"
-        _matrix_kernel[grid](
-            x, weight, bias, residual, y, rows, n, *strides, k, *flags,
-            max(16, block_m), tile.block_n, tile.block_k, tile.slices, tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
+        sizes = (max(16, block_m), tile.block_n, tile.block_k, tile.slices, tile.num_stages)
+        _matrix_kernel[grid](*arguments, *sizes, num_warps=tile.num_warps)
 
 
 def _check(
@@ -353,8 +369,8 @@ def linear(
     norm_weight: [in_features]; x is RMS-normalised first, ``eps`` added to its mean square.
     gated: silu(first half of the outputs) · second half; the result has out_features / 2 columns.
     residual: like the result; added last.
-    Returns [..., out_features] like x, contiguous; fp32 accumulation, rounded after the norm, the projection, the activation and
-    the sum (with more than 64 rows cuBLAS adds a residual before it rounds the projection).
+    Returns [..., out_features] like x, contiguous; fp32 accumulation, rounded after the projection, the activation and the sum
+    (with more than 64 rows cuBLAS adds a residual before it rounds the projection).
     Raises ValueError or TypeError naming the argument that is wrong.
     """
     return _linear_op(x, weight, bias, norm_weight, residual, gated, eps)

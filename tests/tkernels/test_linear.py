@@ -42,8 +42,6 @@ def test_tiles_match_fp64(device, tile, rows, n, k, dtype):
 @pytest.mark.parametrize("fused", ["norm", "gated", "residual", "all"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 32, 64), (3, 21, 100)])
 def test_fusions_match_the_composition(device, tile, fused, rows, n, k):
-    if fused in ("norm", "all") and tile.kind == "matrix":
-        fused = "gated and residual"  # the matrix kernel has no norm; the rest of "all" is still its own
     dtype = torch.bfloat16
     gated = "gated" in fused or fused == "all"
     x = torch.randn(rows, k, device=device).to(dtype)
