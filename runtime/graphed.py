@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
+from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.contract import same_bits
 from runtime.dispatch import Decision, Dispatcher
@@ -351,6 +352,15 @@ class GraphedModule(torch.nn.Module):
             raise RuntimeError("explain: nothing is captured yet; call warmup first")
         key = self._steps.keys.get(call.host)
         return self._dispatcher.decide(self._text(call.host), call.sizes, "" if key is None else _illegal(key, call))
+
+    def addresses(self) -> dict[str, list[Address]]:
+        """The contract as captured: for each key and mode, at its largest size, every input of every segment."""
+        largest: dict[tuple[str, str], tuple[int, Captured]] = {}
+        for key in self._steps.keys.values() if self._steps is not None else ():
+            for (mode, size), captured in key.captured.items():
+                if size > largest.get((key.text, mode), (0,))[0]:
+                    largest[key.text, mode] = size, captured
+        return {f"{key}, {mode} at size {size}": captured.step.addresses for (key, mode), (size, captured) in largest.items()}
 
     def stats(self) -> dict[str, Any]:
         """Steps and padding by mode and size, why steps ran eager, graph and arena bytes."""
