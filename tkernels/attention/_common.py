@@ -17,12 +17,24 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def read(ptr):
+    """The int32 value(s) at ptr, which no kernel writes meanwhile.
+
+    Inline assembly keeps the load out of the software pipeline: a ``tl.load`` that feeds the address of another becomes a stage of
+    its own, with its own wait, and takes stages away from K and V. Page ids and lengths are in L1 after the first block.
+    """
+    if _INTERPRETED:
+        value = tl.load(ptr)
+    else:
+        value = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1)
+    return value
+
+
+@triton.jit
 def token_slots(table_ptr, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """(page, slot in it) of the tokens ``start + offs_n``, both int64: page · stride passes 2**31 in a cache of a few GB.
 
     ``last`` is the last valid token; later ones take its page, so that no page id beyond it is read (a padded table holds -1 there).
-    Inline assembly keeps the load out of the software pipeline: a ``tl.load`` here becomes an asynchronous copy with a wait of its
-    own, which takes stages away from K and V. The line of the table is in L1 after the first block.
     """
     if PAGE % BLOCK_N == 0:  # a block of keys lies in one page
         index = tl.minimum(start, last) // PAGE
@@ -30,11 +42,7 @@ def token_slots(table_ptr, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.
     else:
         index = tl.minimum(start + offs_n, last) // PAGE
         slot = (start + offs_n) % PAGE
-    if _INTERPRETED:
-        page = tl.load(table_ptr + index)
-    else:
-        page = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [table_ptr + index], dtype=tl.int32, is_pure=True, pack=1)
-    return page.to(tl.int64), slot.to(tl.int64)
+    return read(table_ptr + index).to(tl.int64), slot.to(tl.int64)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ class DecodeTiles:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None  # registers a thread, so that programs_per_sm fit
+    pdl: bool = False  # the combine is launched early and waits on the device
 
 
 @dataclass(frozen=True, kw_only=True)

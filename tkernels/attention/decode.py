@@ -3,18 +3,18 @@
 Two launches whatever the batch holds, so one captured graph serves every length and every number of live rows:
 
 - ``_decode_kernel``: programs of one KV head each take an equal, contiguous range of the key blocks of the *whole batch*, which they
-  find from ``seq_lens`` on the device. A sequence that lies in one range is finished in registers; a sequence cut between ranges
-  leaves one partial state per unit in a workspace.
+  find from ``seq_lens`` on the device, in one software-pipelined loop that runs through the sequences without a bubble. A sequence
+  that lies in one range is finished in registers; a sequence cut between ranges leaves partial states in a workspace.
 - ``_combine_kernel``: folds the partial states of cut sequences; leaves at once for the others.
 
 **The arithmetic of a sequence is a tree fixed by its own length (and window and query length) alone**: blocks of BLOCK_N keys are
 folded left to right into leaves (1, 2, 4, … blocks, so that there are at most _LEAVES), 8 leaves into a branch, at most 8 branches
-into the row. Only *where the ranges are cut* depends on the batch, and the combine repeats the same folds with the same operations
-in the same order. The row sum is a matrix product with ones, so its order does not depend on how many rows a tile has either.
-Hence the bits of a row are the same alone, in any batch, padded or not, and at every bucket of ``max_query_len``.
+into the row. Only *where the ranges are cut* (between leaves) depends on the batch, and the combine repeats the same folds with the
+same operations in the same order. The row sum is a matrix product with ones, so that its order does not depend on how many rows a
+tile has. Hence the bits of a row are the same alone, in any batch, padded or not, and in every bucket of ``max_query_len``.
 
-Workspace: at most _LEAVES partial states for each cut sequence, and at most one sequence is cut per range, so it is bounded by the
-device. It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move.
+Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device.
+It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from tkernels._target import target_of
 from tkernels._triton import cast, dot, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, merge_states, token_slots
+from tkernels.attention._common import LOG2_E, cap_logits, finish, merge_states, read, token_slots
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import DecodeTiles, decode_tiles
 
@@ -35,17 +35,15 @@ _BRANCH = 8  # leaves per branch; _LEAVES / _BRANCH branches per row
 
 
 @triton.jit
-def _visible(length, query_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(first block that a query of the sequence sees, blocks to read from there)."""
+def _plan(length, query_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr):
+    """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
+
+    An empty sequence counts as one block: someone has to write its zeros.
+    """
     first = length * 0
     if HAS_WINDOW:
         first = tl.maximum(length - query_len - window + 1, 0) // BLOCK_N
-    return first, (length + BLOCK_N - 1) // BLOCK_N - first
-
-
-@triton.jit
-def _tree(blocks, query_len, quota, LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr):
-    """(blocks per leaf, which is arithmetic; blocks per unit of work, a leaf or a branch, which is scheduling)."""
+    blocks = tl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
     most = tl.where(query_len > 1, LEAVES_MULTI, LEAVES)
     leaf = (blocks + most - 1) // most - 1  # rounded up to a power of two
     leaf |= leaf >> 1
@@ -53,43 +51,10 @@ def _tree(blocks, query_len, quota, LEAVES: tl.constexpr, LEAVES_MULTI: tl.const
     leaf |= leaf >> 4
     leaf |= leaf >> 8
     leaf |= leaf >> 16
-    leaf += 1
-    return leaf, tl.where(leaf * BRANCH <= quota // 4, leaf * BRANCH, leaf)
+    return first, blocks, leaf + 1
 
 
-@triton.jit
-def _locate(x, ends):
-    """(sequence that holds block x of the batch, its first block)."""
-    before = ends <= x
-    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
-
-
-@triton.jit
-def _sequence(s, lens_ptr, cu_ptr, num_seqs, capacity):
-    """(length cut at what the table addresses, first query row, query length) of sequence s; zeros past the last one."""
-    live = s < num_seqs
-    first = tl.load(cu_ptr + s, mask=live, other=0)
-    query_len = tl.load(cu_ptr + s + 1, mask=live, other=0) - first
-    length = tl.minimum(tl.maximum(tl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
-    return length, first, query_len
-
-
-@triton.jit
-def _cut(
-    x, total, quota, ends, lens_ptr, cu_ptr, num_seqs, capacity, window,
-    HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr,
-):  # fmt: skip
-    """The first place at or after block x where the work may be cut: between units of a sequence, or between sequences."""
-    s, base = _locate(x, ends)
-    length, _, query_len = _sequence(s, lens_ptr, cu_ptr, num_seqs, capacity)
-    _, blocks = _visible(length, query_len, window, HAS_WINDOW, BLOCK_N)
-    blocks = tl.maximum(blocks, 1)
-    _, unit = _tree(blocks, query_len, quota, LEAVES, LEAVES_MULTI, BRANCH)
-    return tl.where(x >= total, total, base + tl.minimum((x - base + unit - 1) // unit * unit, blocks))
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window", "stride_bt"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     part_ptr, state_ptr, cuts_ptr,
@@ -97,48 +62,51 @@ def _decode_kernel(
     stride_bt, stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_ot, stride_oh, stride_lt, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, MAX_QUERY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, RANGES: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, RANGES: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, STAGES: tl.constexpr,
+    LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     rank = pid // (KV_HEADS * TILES)
     tile = pid % TILES
     head = pid // TILES % KV_HEADS
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < DIM
+    tail = tl.load(cu_ptr + num_seqs)
 
-    # rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op
-    row = tl.load(cu_ptr + num_seqs) + pid
-    while row < num_tokens:
-        for h in range(KV_HEADS * GROUP):
-            out_row = out_ptr + row.to(tl.int64) * stride_ot + h * stride_oh
-            tl.store(out_row + offs_d, tl.zeros([BLOCK_D], out_ptr.dtype.element_ty), mask=mask_d)
-            if HAS_LSE:
-                tl.store(lse_ptr + row.to(tl.int64) * stride_lt + h * stride_lh, float("-inf"))
-        row += tl.num_programs(0)
-
-    # this program's range of the blocks of the whole batch
+    # where the blocks of each sequence end in the whole batch
     seqs = tl.arange(0, SEQS)
-    lengths, _, query_lens = _sequence(seqs, lens_ptr, cu_ptr, num_seqs, capacity)
-    _, all_blocks = _visible(lengths, query_lens, window, HAS_WINDOW, BLOCK_N)
-    own = (query_lens > 0) & (query_lens <= MAX_QUERY)
-    ends = tl.cumsum(tl.where(own, tl.maximum(all_blocks, 1), 0), 0)  # an empty sequence counts as a block: someone writes its zeros
+    live = seqs < num_seqs
+    firsts = tl.load(cu_ptr + seqs, mask=live, other=0)
+    query_lens = tl.load(cu_ptr + seqs + 1, mask=live, other=0) - firsts
+    lengths = tl.minimum(tl.maximum(tl.load(lens_ptr + seqs, mask=live, other=0), 0), capacity)
+    _, shares, leaves = _plan(lengths, query_lens, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
+    shares = tl.where((query_lens > 0) & (query_lens <= QUERIES), shares, 0)
+    ends = tl.cumsum(shares, 0)
+    begins = ends - shares
     total = tl.max(ends, 0)
-    quota = (total + RANGES - 1) // RANGES
-    x = _cut(
-        tl.minimum(rank * quota, total), total, quota, ends, lens_ptr, cu_ptr, num_seqs, capacity, window,
-        HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI, BRANCH,
-    )  # fmt: skip
-    x_end = _cut(
-        tl.minimum(rank * quota + quota, total), total, quota, ends, lens_ptr, cu_ptr, num_seqs, capacity, window,
-        HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI, BRANCH,
-    )  # fmt: skip
+    quota = total // RANGES  # of every range; the first ``larger`` ones take one block more
+    larger = total % RANGES
+
+    # this program's range: an equal share, moved up to the next end of a leaf; both ends in one reduction
+    x_begin = rank * quota + tl.minimum(rank, larger)
+    x_end = x_begin + quota + (rank < larger).to(tl.int32)
+    cut_begin = begins + tl.minimum((x_begin - begins + leaves - 1) & -leaves, shares)
+    cut_end = begins + tl.minimum((x_end - begins + leaves - 1) & -leaves, shares)
+    cut_begin = tl.where((begins <= x_begin) & (x_begin < ends), cut_begin, 0).to(tl.int64)
+    cut_end = tl.where((begins <= x_end) & (x_end < ends), cut_end, 0).to(tl.int64)
+    cuts = tl.sum(cut_begin + (cut_end << 32), 0)
+    x_begin = tl.where(x_begin < total, cuts & 0xFFFFFFFF, total).to(tl.int32)
+    x_end = tl.where(x_end < total, cuts >> 32, total).to(tl.int32)
+    counted = shares.to(tl.int64) + 4294967296  # blocks, and 1 in the upper half
 
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < DIM
     token_m = offs_m // GROUP  # query rows of one KV head: token by token, the heads of the group inside
     head_m = head * GROUP + offs_m % GROUP
     if HAS_K_SCALE:
@@ -149,165 +117,201 @@ def _decode_kernel(
         sink = tl.load(sinks_ptr + head_m).to(tl.float32) * 1.4426950408889634
     else:
         sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    q_head = q_ptr + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
     k_head = k_ptr + head.to(tl.int64) * stride_kh
     v_head = v_ptr + head.to(tl.int64) * stride_vh
     ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(COMPUTE)
 
-    while x < x_end:
-        s, base = _locate(x, ends)
-        length, first_row, query_len = _sequence(s, lens_ptr, cu_ptr, num_seqs, capacity)
-        first_block, blocks = _visible(length, query_len, window, HAS_WINDOW, BLOCK_N)
-        share = tl.maximum(blocks, 1)
-        leaf, unit = _tree(share, query_len, quota, LEAVES, LEAVES_MULTI, BRANCH)
-        begin = x - base
-        count = tl.minimum(x_end - x, share - begin)
-        is_cut = count < share
-        x += count
-        # at most one sequence begins in a range and goes on after it: that range (or the sequence itself) names the workspace
-        owner = tl.where(num_seqs <= RANGES, s, base // quota)
-        if (begin == 0) & (tile == 0):
-            cut = cuts_ptr + (s * KV_HEADS + head) * 2
-            tl.store(cut, tl.where(is_cut, (share + unit - 1) // unit * 2 + (unit == leaf).to(tl.int32), 0))
-            tl.store(cut + 1, owner)
-        if tile * BLOCK_M < query_len * GROUP:
-            mask_m = token_m < query_len
-            rows = (first_row + token_m).to(tl.int64)
-            q = tl.load(
-                q_ptr + rows[:, None] * stride_qt + head_m[:, None] * stride_qh + offs_d[None, :],
-                mask=mask_m[:, None] & mask_d[None, :],
-                other=0.0,
-            )
-            qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-            if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
-                largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-                largest = tl.where(largest > 0.0, largest, 1.0)
-                q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
-                qk_scale *= largest
+    opened = 0  # leaves of the cut sequence that begins in this range, and which one it is
+    opened_s = 0
+    m1 = tl.full([BLOCK_M], float("-inf"), tl.float32)  # state of the leaf, of the branch, of the row
+    l1 = tl.zeros([BLOCK_M, 16], tl.float32)  # 16 equal columns
+    acc1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m2 = m1
+    l2 = l1
+    acc2 = acc1
+    m3 = m1
+    l3 = l1
+    acc3 = acc1
+    for x in tl.range(x_begin, x_end, num_stages=STAGES):
+        # the sequence that holds block x, and the blocks before it
+        before = tl.sum(tl.where(ends <= x, counted, 0), 0)
+        s = (before >> 32).to(tl.int32)
+        base = (before & 0xFFFFFFFF).to(tl.int32)
+        first_row = read(cu_ptr + s)
+        query_len = read(cu_ptr + s + 1) - first_row
+        length = tl.minimum(tl.maximum(read(lens_ptr + s), 0), capacity)
+        first_block, share, leaf = _plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
+
+        rows = (first_row + token_m).to(tl.int64)
+        mask_m = token_m < query_len
+        start = (first_block + x - base) * BLOCK_N
+        offs_k = start + offs_n
+        seen = offs_k < length
+        if HAS_WINDOW:  # pages before the window may have been freed
+            seen = seen & (offs_k > length - query_len - window)
+        page, slot = token_slots(table_ptr + s.to(tl.int64) * stride_bt, start, offs_n, length - 1, PAGE, BLOCK_N)
+        k_tokens = k_head + (page * stride_kp + slot * stride_kn)
+        v_tokens = v_head + (page * stride_vp + slot * stride_vn)
+        mask_kv = seen[:, None]
+        mask_q = mask_m[:, None]
+        if BLOCK_D != DIM:
+            mask_kv = mask_kv & mask_d[None, :]
+            mask_q = mask_q & mask_d[None, :]
+        q = tl.load(q_head + rows[:, None] * stride_qt, mask=mask_q, other=0.0)
+        k = tl.load(k_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
+        v = tl.load(v_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
+
+        qk_scale = scale
+        if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            largest = tl.where(largest > 0.0, largest, 1.0)
+            q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
+            qk_scale = (largest * scale)[:, None]
+        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * qk_scale
+        if HAS_SOFTCAP:
+            logits = cap_logits(logits, softcap)
+        visible = seen[None, :]
+        if CAUSAL and QUERIES > 1:
             position = length - query_len + token_m
-            table_row = table_ptr + s.to(tl.int64) * stride_bt
-            last = length - 1
+            visible = visible & (offs_k[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible = visible & (offs_k[None, :] > position[:, None] - window)
+        logits = tl.where(visible, logits, float("-inf"))
+        m_new = tl.maximum(m1, tl.max(logits, 1))
+        m_base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
+        p = cast(tl.math.exp2(logits - m_base[:, None]), COMPUTE)
+        a = tl.math.exp2(m1 - m_base)[:, None]
+        m1 = m_new
+        l1 = dot(p, ones, l1 * a)
+        acc1 = dot(p, v, acc1 * a)
+
+        done = x - base + 1
+        if ((done & (leaf - 1)) == 0) | (done == share):
+            m2, l2, acc2 = merge_states(m2, l2, acc2, m1, l1, acc1)
             m1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l1 = tl.zeros([BLOCK_M, 16], tl.float32)
             acc1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            m2 = m1
-            l2 = l1
-            acc2 = acc1
-            m3 = m1
-            l3 = l1
-            acc3 = acc1
-            count = tl.where(length == 0, 0, count)  # nothing to read, a row of zeros to write
-            for i in tl.range(0, count, num_stages=STAGES):
-                start = (first_block + begin + i) * BLOCK_N
-                offs_k = start + offs_n
-                seen = offs_k < length
-                if HAS_WINDOW:  # pages before the window may have been freed
-                    seen = seen & (offs_k > length - query_len - window)
-                mask_kv = seen[:, None] & mask_d[None, :] if BLOCK_D != DIM else seen[:, None]
-                page, slot = token_slots(table_row, start, offs_n, last, PAGE, BLOCK_N)
-                k_tokens = k_head + (page * stride_kp + slot * stride_kn)
-                v_tokens = v_head + (page * stride_vp + slot * stride_vn)
-                k = tl.load(k_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
-                v = tl.load(v_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
-                logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * qk_scale[:, None]
-                if HAS_SOFTCAP:
-                    logits = cap_logits(logits, softcap)
-                visible = seen[None, :]
-                if CAUSAL and MAX_QUERY > 1:
-                    visible = visible & (offs_k[None, :] <= position[:, None])
-                    if HAS_WINDOW:
-                        visible = visible & (offs_k[None, :] > position[:, None] - window)
-                logits = tl.where(visible, logits, float("-inf"))
-                m_new = tl.maximum(m1, tl.max(logits, 1))
-                m_base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
-                p = cast(tl.math.exp2(logits - m_base[:, None]), COMPUTE)
-                a = tl.math.exp2(m1 - m_base)[:, None]
-                m1 = m_new
-                l1 = dot(p, ones, l1 * a)
-                acc1 = dot(p, v, acc1 * a)
-                done = begin + i + 1
-                final = i == count - 1
-                if (done % leaf == 0) | final:
-                    m2, l2, acc2 = merge_states(m2, l2, acc2, m1, l1, acc1)
-                    m1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                    l1 = tl.zeros([BLOCK_M, 16], tl.float32)
-                    acc1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                    emit = ((done % unit == 0) | final) & is_cut
-                    if (done % (leaf * BRANCH) == 0) | final | emit:
-                        m3, l3, acc3 = merge_states(m3, l3, acc3, m2, l2, acc2)
-                        m2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                        l2 = tl.zeros([BLOCK_M, 16], tl.float32)
-                        acc2 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                        if emit:
-                            at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + (done - 1) // unit) * (TILES * BLOCK_M) + offs_m
-                            tl.store(state_ptr + at * 2, m3, mask=mask_m)
-                            tl.store(state_ptr + at * 2 + 1, tl.max(l3, 1), mask=mask_m)
-                            tl.store(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], acc3, mask=mask_m[:, None])
-                            m3 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                            l3 = tl.zeros([BLOCK_M, 16], tl.float32)
-                            acc3 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            if is_cut == 0:
-                factor, lse = finish(m3, tl.max(l3, 1), tl.where(length > 0, sink, float("-inf")), v_factor, HAS_SINKS)
-                out_rows = out_ptr + rows[:, None] * stride_ot + head_m[:, None] * stride_oh
-                tl.store(
-                    out_rows + offs_d[None, :],
-                    cast(acc3 * factor[:, None], out_ptr.dtype.element_ty),
-                    mask=mask_m[:, None] & mask_d[None, :],
-                )
-                if HAS_LSE:
-                    tl.store(lse_ptr + rows * stride_lt + head_m * stride_lh, lse, mask=mask_m)
+            # a branch that this range holds whole is folded here, one that is cut leaves its leaves
+            is_cut = (base < x_begin) | (base + share > x_end)
+            branch = leaf * BRANCH
+            branch_begin = (done - 1) & -branch
+            branch_end = tl.minimum(branch_begin + branch, share)
+            inside = (base + branch_begin >= x_begin) & (base + branch_end <= x_end)
+            if (done == branch_end) | (inside == 0):
+                m3, l3, acc3 = merge_states(m3, l3, acc3, m2, l2, acc2)
+                m2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                l2 = tl.zeros([BLOCK_M, 16], tl.float32)
+                acc2 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                if is_cut | (done == share):
+                    if is_cut:
+                        if BY_RANGE:  # the range that holds the sequence's first block names the workspace, else the sequence
+                            edge = larger * (quota + 1)
+                            owner = tl.where(base < edge, base // (quota + 1), larger + (base - edge) // tl.maximum(quota, 1))
+                        else:
+                            owner = s
+                        leaf_index = tl.where(inside, branch_begin, done - 1) // leaf
+                        at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + leaf_index) * (TILES * BLOCK_M) + offs_m
+                        tl.store(state_ptr + at * 4, m3, mask=mask_m)
+                        tl.store(state_ptr + at * 4 + 1, tl.max(l3, 1), mask=mask_m)
+                        tl.store(state_ptr + at * 4 + 2, tl.where(inside, 1.0, 0.0) + m3 * 0.0, mask=mask_m)
+                        tl.store(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], acc3, mask=mask_m[:, None])
+                    else:
+                        factor, lse = finish(m3, tl.max(l3, 1), tl.where(length > 0, sink, float("-inf")), v_factor, HAS_SINKS)
+                        out = cast(acc3 * factor[:, None], out_ptr.dtype.element_ty)
+                        out_rows = out_ptr + rows[:, None] * stride_ot + head_m[:, None] * stride_oh
+                        tl.store(out_rows + offs_d[None, :], out, mask=mask_m[:, None] & mask_d[None, :])
+                        if HAS_LSE:
+                            tl.store(lse_ptr + rows * stride_lt + head_m * stride_lh, lse, mask=mask_m)
+                    if base >= x_begin:
+                        count = tl.where(is_cut, (share + leaf - 1) // leaf, 0)
+                        if BY_RANGE:
+                            opened = count
+                            opened_s = s
+                        else:
+                            if tile == 0:
+                                tl.store(cuts_ptr + (s * KV_HEADS + head) * 2, count)
+                    m3 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    l3 = tl.zeros([BLOCK_M, 16], tl.float32)
+                    acc3 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if BY_RANGE and tile == 0:
+        tl.store(cuts_ptr + (rank * KV_HEADS + head) * 2, opened)
+        tl.store(cuts_ptr + (rank * KV_HEADS + head) * 2 + 1, opened_s)
+
+    # rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op
+    row = tail + pid
+    while row < num_tokens:
+        for h in range(KV_HEADS * GROUP):
+            out_row = out_ptr + row.to(tl.int64) * stride_ot + h * stride_oh
+            tl.store(out_row + offs_d, tl.zeros([BLOCK_D], out_ptr.dtype.element_ty), mask=mask_d)
+            if HAS_LSE:
+                tl.store(lse_ptr + row.to(tl.int64) * stride_lt + h * stride_lh, float("-inf"))
+        row += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
 def _combine_kernel(
     out_ptr, lse_ptr, cu_ptr, sinks_ptr, v_scale_ptr, part_ptr, state_ptr, cuts_ptr,
-    num_seqs, v_factor, stride_vs_h, stride_ot, stride_oh, stride_lt, stride_lh,
+    v_factor, stride_vs_h, stride_ot, stride_oh, stride_lt, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLICE_D: tl.constexpr,
-    QUERIES: tl.constexpr, MAX_QUERY: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr,
-    LEAVES: tl.constexpr, BRANCH: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr,
+    LEAVES: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, query head, query token and slice of the head dimension.
+    """One program per cut sequence, query head, query token and slice of the head dimension.
 
-    Branches are folded side by side, as the rows of a tile; then the branches into the row. Missing units are empty states.
+    Branches are folded side by side, as the rows of a tile; then the branches into the row. Missing leaves are empty states.
     """
-    TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    ROWS: tl.constexpr = QUERIES * GROUP
+    TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     SLICES: tl.constexpr = BLOCK_D // SLICE_D
     BRANCHES: tl.constexpr = LEAVES // BRANCH
     pid = tl.program_id(0)
     part = pid % SLICES
-    m_row = pid // SLICES % (QUERIES * GROUP)
-    head = pid // (SLICES * QUERIES * GROUP) % KV_HEADS
-    s = pid // (SLICES * QUERIES * GROUP * KV_HEADS)
-    first_row = tl.load(cu_ptr + s)
-    query_len = tl.load(cu_ptr + s + 1) - first_row
-    if (m_row < query_len * GROUP) & (query_len <= MAX_QUERY):
-        cut = tl.load(cuts_ptr + (s * KV_HEADS + head) * 2)
-        if cut > 0:
-            owner = tl.load(cuts_ptr + (s * KV_HEADS + head) * 2 + 1)
-            units = cut // 2
-            leaves = cut % 2  # the units are leaves, else branches
-            offs_d = part * SLICE_D + tl.arange(0, SLICE_D)
-            slot = (owner * KV_HEADS + head).to(tl.int64) * LEAVES * (TILES * BLOCK_M) + m_row
-            branch = tl.arange(0, BRANCHES)
-            m = tl.full([BRANCHES], float("-inf"), tl.float32)
-            l = tl.zeros([BRANCHES, 1], tl.float32)
-            acc = tl.zeros([BRANCHES, SLICE_D], tl.float32)
-            for j in tl.static_range(BRANCH):
-                unit = tl.where(leaves == 1, branch * BRANCH + j, branch)
-                live = (unit < units) & ((leaves == 1) | (j == 0))
-                at = slot + unit.to(tl.int64) * (TILES * BLOCK_M)
-                mj = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"))
-                lj = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0)
+    m_row = pid // SLICES % ROWS
+    head = pid // (SLICES * ROWS) % KV_HEADS
+    owner = pid // (SLICES * ROWS * KV_HEADS)
+    offs_d = part * SLICE_D + tl.arange(0, SLICE_D)
+    slot = (owner * KV_HEADS + head).to(tl.int64) * LEAVES * (TILES * BLOCK_M) + m_row
+    branch = tl.arange(0, BRANCHES)
+    if not BY_RANGE:
+        s = owner
+        first_row = tl.load(cu_ptr + s)
+        query_len = tl.load(cu_ptr + s + 1) - first_row
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # loaded before it is known whether they hold anything, to save a round trip to memory
+    leaves = tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2)
+    at = slot + branch * (BRANCH * TILES * BLOCK_M)
+    whole = tl.load(state_ptr + at * 4 + 2) == 1.0  # the branch was folded already
+    m_first = tl.load(state_ptr + at * 4)
+    l_first = tl.load(state_ptr + at * 4 + 1)
+    if BY_RANGE:
+        s = tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2 + 1)
+        first_row = tl.load(cu_ptr + s)
+        query_len = tl.load(cu_ptr + s + 1) - first_row
+    # without BY_RANGE nothing was written for a sequence that belongs to the prefill kernel
+    if (m_row < query_len * GROUP) & (query_len <= QUERIES):
+        if leaves > 0:
+            live = branch * BRANCH < leaves
+            m = tl.where(live, m_first, float("-inf"))
+            l = tl.where(live, l_first, 0.0)[:, None]
+            acc = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
+            for j in tl.static_range(1, BRANCH):
+                live = (branch * BRANCH + j < leaves) & (whole == 0)
+                at = slot + (branch * BRANCH + j) * (TILES * BLOCK_M)
+                mj = tl.load(state_ptr + at * 4, mask=live, other=float("-inf"))
+                lj = tl.load(state_ptr + at * 4 + 1, mask=live, other=0.0)
                 accj = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
                 m, l, acc = merge_states(m, l, acc, mj, lj[:, None], accj)
-            m_row_state = tl.full([1], float("-inf"), tl.float32)
-            l_row = tl.zeros([1, 1], tl.float32)
-            acc_row = tl.zeros([1, SLICE_D], tl.float32)
+            m_all = tl.full([1], float("-inf"), tl.float32)
+            l_all = tl.zeros([1, 1], tl.float32)
+            acc_all = tl.zeros([1, SLICE_D], tl.float32)
             for i in tl.static_range(BRANCHES):
                 chosen = branch == i
                 mi = tl.max(tl.where(chosen, m, float("-inf")), 0, keep_dims=True)
                 li = tl.sum(tl.where(chosen[:, None], l, 0.0), 0, keep_dims=True)
                 acci = tl.sum(tl.where(chosen[:, None], acc, 0.0), 0, keep_dims=True)
-                m_row_state, l_row, acc_row = merge_states(m_row_state, l_row, acc_row, mi, li, acci)
+                m_all, l_all, acc_all = merge_states(m_all, l_all, acc_all, mi, li, acci)
             query_head = head * GROUP + m_row % GROUP
             row = (first_row + m_row // GROUP).to(tl.int64)
             if HAS_V_SCALE:
@@ -315,8 +319,8 @@ def _combine_kernel(
             sink = tl.full([1], float("-inf"), tl.float32)
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + query_head + tl.arange(0, 1)).to(tl.float32) * 1.4426950408889634
-            factor, lse = finish(m_row_state, tl.max(l_row, 1), sink, v_factor, HAS_SINKS)
-            out = cast(acc_row * factor[:, None], out_ptr.dtype.element_ty)
+            factor, lse = finish(m_all, tl.max(l_all, 1), sink, v_factor, HAS_SINKS)
+            out = cast(acc_all * factor[:, None], out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * stride_ot + query_head * stride_oh + offs_d[None, :], out, mask=(offs_d < DIM)[None, :])
             if HAS_LSE:
                 if part == 0:
@@ -338,32 +342,35 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     row_tiles = triton.cdiv(rows, block_m)
     block_d = max(16, triton.next_power_of_2(x.dim))
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (x.kv_heads * row_tiles))
-    leaves = _LEAVES
-    slots = min(x.num_seqs, ranges) * x.kv_heads * leaves * row_tiles * block_m
+    by_range = x.num_seqs > ranges
+    owners = min(x.num_seqs, ranges)
+    slots = owners * x.kv_heads * _LEAVES * row_tiles * block_m
     parts = torch.empty((slots, block_d), dtype=torch.float32, device=out.device)
-    states = torch.empty((slots, 2), dtype=torch.float32, device=out.device)
-    cuts = torch.empty((x.num_seqs * x.kv_heads, 2), dtype=torch.int32, device=out.device)
+    states = torch.empty((slots, 4), dtype=torch.float32, device=out.device)
+    cuts = torch.empty((owners * x.kv_heads, 2), dtype=torch.int32, device=out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
-    flags = dict(HAS_SINKS=x.sinks is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None)
-    shape = dict(
-        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, QUERIES=queries, MAX_QUERY=queries, BLOCK_M=block_m,
-        LEAVES=leaves, BRANCH=_BRANCH,
+    pdl = target.has_pdl and tiles.pdl
+    shared = dict(
+        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, QUERIES=queries, BLOCK_M=block_m,
+        HAS_SINKS=x.sinks is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
+        LEAVES=_LEAVES, BRANCH=_BRANCH, BY_RANGE=by_range, PDL=pdl,
     )  # fmt: skip
     _decode_kernel[(ranges * x.kv_heads * row_tiles,)](
         x.q, x.k_cache, x.v_cache, out, lse, x.block_table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         parts, states, cuts,
-        x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
+        x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
+        x.k_scale_stride, x.v_scale_stride,
         x.block_table.stride(0), x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
         PAGE=x.page_size, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES_MULTI=_LEAVES_MULTI,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **flags, **shape,
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,
     )  # fmt: skip
-    if x.num_seqs:
+    if owners:
         slice_d = min(64, block_d)
-        _combine_kernel[(x.num_seqs * x.kv_heads * rows * (block_d // slice_d),)](
+        _combine_kernel[(owners * x.kv_heads * rows * (block_d // slice_d),)](
             out, lse, x.cu_seqlens_q, x.sinks, x.v_scale, parts, states, cuts,
-            x.num_seqs, x.v_factor, x.v_scale_stride, out.stride(0), out.stride(1), stride_lt, stride_lh,
-            SLICE_D=slice_d, num_warps=1, **flags, **shape,
+            x.v_factor, x.v_scale_stride, out.stride(0), out.stride(1), stride_lt, stride_lh,
+            SLICE_D=slice_d, num_warps=1, **({"launch_pdl": True} if pdl else {}), **shared,
         )  # fmt: skip

@@ -70,7 +70,7 @@ def _block(
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "capacity", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "capacity", "window", "stride_bt"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_seqs, num_tiles, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
