@@ -194,10 +194,12 @@ def _finish_kernel(
         low, high = lowest, highest + 1
         goal = 0.0
         if use_k:
-            while low + 1 < high:
+            count_low = tl.where(top_k > num_runs, top_k, num_runs * 2 + top_k * 2)  # more runs than there are: no search
+            while (low + 1 < high) & (count_low > top_k + (top_k >> 1)):  # some runs too many cost less than the rest of the search
                 middle = _middle(low, high)
-                enough = tl.sum((mask_runs & (keys >= middle)).to(tl.int32), 0) >= top_k
-                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+                count = tl.sum((mask_runs & (keys >= middle)).to(tl.int32), 0)
+                enough = count >= top_k
+                low, high, count_low = tl.where(enough, middle, low), tl.where(enough, high, middle), tl.where(enough, count, count_low)
         else:
             maxima_mass = tl.where(live, tl.exp(relative), 0.0)
             mass = tl.where(live, tl.load(extra_ptr + entries, mask=mask_runs, other=0.0) * tl.exp(relative), 0.0)
@@ -217,27 +219,36 @@ def _finish_kernel(
         logits_row = logits_ptr + row * stride_row
         list_row = ids_ptr + row * num_runs
 
-        # 3. threshold and ties: kept are the keys above the threshold, and the first `ties` tokens at it.
-        threshold, ties = bound, vocab
+        # 3. Threshold and ties: kept are the keys above the threshold, and the first `ties` tokens at it. Count and mass are those
+        # of the keys from low or high upwards; a search ends early when they leave no choice.
+        threshold, ties, num_kept = bound, vocab, vocab + 1
         if use_k:
-            low, high = bound, highest + 1
-            while low + 1 < high:
+            low, count_low, mass_low = bound, vocab + 1, 0.0
+            high, count_high, mass_high = highest + 1, 0, 0.0
+            while (low + 1 < high) & (count_low != top_k):
                 middle = _middle(low, high)
-                count, _ = _count_and_mass(logits_row, list_row, num_listed, vocab, middle, top, temperature, SHIFT, TILE_RUNS, RUN)
-                low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle)
-            count, mass = _count_and_mass(logits_row, list_row, num_listed, vocab, low + 1, top, temperature, SHIFT, TILE_RUNS, RUN)
-            threshold, ties = low, top_k - count
-            goal = top_p * (1.0 - slack) * (mass + ties * tl.exp(_scaled(_value(low, SHIFT), top, temperature)))
-        if use_p:
-            low, high = threshold, highest + 1
-            while low + 1 < high:
-                middle = _middle(low, high)
-                _, mass = _count_and_mass(logits_row, list_row, num_listed, vocab, middle, top, temperature, SHIFT, TILE_RUNS, RUN)
-                low, high = tl.where(mass >= goal, middle, low), tl.where(mass >= goal, high, middle)
-            _, mass = _count_and_mass(logits_row, list_row, num_listed, vocab, low + 1, top, temperature, SHIFT, TILE_RUNS, RUN)
+                count, mass = _count_and_mass(logits_row, list_row, num_listed, vocab, middle, top, temperature, SHIFT, TILE_RUNS, RUN)
+                enough = count >= top_k
+                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+                count_low, count_high = tl.where(enough, count, count_low), tl.where(enough, count_high, count)
+                mass_low, mass_high = tl.where(enough, mass, mass_low), tl.where(enough, mass_high, mass)
             each = tl.exp(_scaled(_value(low, SHIFT), top, temperature))
-            wanted = tl.ceil((goal - mass) / tl.where(each > 0, each, 1.0))
-            wanted = tl.where(each > 0, tl.minimum(tl.maximum(wanted, 1.0), vocab * 1.0).to(tl.int32), vocab)
+            is_whole = count_low == top_k
+            threshold, ties, num_kept = low, tl.where(is_whole, vocab, top_k - count_high), top_k
+            goal = top_p * (1.0 - slack) * tl.where(is_whole, mass_low, mass_high + (top_k - count_high) * each)
+        if use_p:
+            low, count_low = threshold, num_kept
+            high, count_high, mass_high = highest + 1, 0, 0.0
+            while (low + 1 < high) & (count_low - count_high > 1):
+                middle = _middle(low, high)
+                count, mass = _count_and_mass(logits_row, list_row, num_listed, vocab, middle, top, temperature, SHIFT, TILE_RUNS, RUN)
+                enough = mass >= goal
+                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+                count_low, count_high = tl.where(enough, count, count_low), tl.where(enough, count_high, count)
+                mass_high = tl.where(enough, mass_high, mass)
+            each = tl.exp(_scaled(_value(low, SHIFT), top, temperature))
+            wanted = tl.minimum(tl.maximum(tl.ceil((goal - mass_high) / tl.where(each > 0, each, 1.0)), 1.0), vocab * 1.0).to(tl.int32)
+            wanted = tl.where((each > 0) & (count_low - count_high > 1), wanted, vocab)
             ties = tl.where(low == threshold, tl.minimum(wanted, ties), wanted)
             threshold = low
 
@@ -298,16 +309,17 @@ def _sample(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         num_runs = triton.cdiv(vocab, _RUN)
+        block_runs = triton.next_power_of_2(num_runs)
         values = torch.empty((2, rows, num_runs), dtype=torch.float32, device=logits.device)
         ids = torch.empty((rows, num_runs), dtype=torch.int32, device=logits.device)
-        _runs_kernel[(rows, triton.cdiv(num_runs, _RUNS))](
+        _runs_kernel[(rows, triton.cdiv(num_runs, min(_RUNS, block_runs)))](
             logits, temperature, top_k, top_p, seeds, steps, values[0], values[1], ids, logits.stride(0), vocab, num_runs,
-            RUNS=_RUNS, RUN=_RUN, num_warps=4,
+            RUNS=min(_RUNS, block_runs), RUN=_RUN, num_warps=4,
         )  # fmt: skip
         _finish_kernel[(rows,)](
             logits, temperature, top_k, top_p, seeds, steps, values[0], values[1], ids, tokens, logits.stride(0), vocab, num_runs, _SLACK,
-            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=triton.next_power_of_2(num_runs),
-            TILE_RUNS=_TILE_RUNS, DRAW_RUNS=_TILE_RUNS // 2, RUN=_RUN, num_warps=16,
+            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs,
+            TILE_RUNS=min(_TILE_RUNS, block_runs), DRAW_RUNS=min(_TILE_RUNS // 2, block_runs), RUN=_RUN, num_warps=16,
         )  # fmt: skip
     return tokens
 
