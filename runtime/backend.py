@@ -22,7 +22,7 @@ from runtime.fxnodes import storage_key
 from runtime.overlap import Extent, overlaps
 from runtime.pieces import CompiledPiece, Guard, alias_reason, compile_piece, concrete, inductor_available
 from runtime.program import Function, Program
-from runtime.split import cut, resolve_ops
+from runtime.split import count_calls, cut, never_called, resolve_ops
 from runtime.trace import BindError, Dynamic, Trace, TraceError, add_guards, trace
 
 __all__ = [
@@ -94,7 +94,10 @@ class _Stitched:
     def __init__(self, gm: fx.GraphModule, config: CompileConfig, owners: Sequence[Input] = ()) -> None:
         """owners: who gives each input of the graph, as far as known."""
         self.config = config
-        self.cut = cut(gm, resolve_ops(config.splitting_ops))
+        ops = resolve_ops(config.splitting_ops)
+        # split = "capture": one piece, which a capture cuts where the compiled code calls the splitting op
+        self.cut = cut(gm, ops if config.split != "capture" else ())
+        self.calls = count_calls(gm, ops)
         self.program = Program(self.cut)
         modes = [value.fake_mode for value in self.cut.values.values() if hasattr(value, "fake_mode")]
         self.shape_env = modes[0].shape_env if modes else None
@@ -145,7 +148,7 @@ class _Stitched:
         return tuple(table)
 
     def notes(self) -> list[str]:
-        return self.cut.notes() + [f"a piece is not compiled: {reason}" for reason in dict.fromkeys(self.reasons) if reason]
+        return never_called(self.calls) + [f"a piece is not compiled: {reason}" for reason in dict.fromkeys(self.reasons) if reason]
 
 
 class Compiled:
@@ -166,9 +169,13 @@ class Compiled:
         self.report = report
         self._trace, self._stitched = found, stitched
         self.pieces = stitched.pieces([Input(owner.name, owner.kind) for owner in found.owners])
-        self.mutates = tuple(
-            dict.fromkeys(name for piece in self.pieces for name in piece.mutates if name in {o.name for o in found.owners})
-        )
+        touched = {name for piece in self.pieces for name in piece.mutates}
+        self._written = [index for index, owner in enumerate(found.owners) if owner.name in touched]
+        self.mutates = tuple(found.owners[index].name for index in self._written)
+        # What may overlap a written tensor in one call and not in another: arguments; all, where an argument is written.
+        argument_written = any(found.owners[index].kind == "caller" for index in self._written)
+        kinds = ("caller", "persistent") if argument_written else ("caller",)
+        self._exposed = [index for index, owner in enumerate(found.owners) if owner.kind in kinds]
         self._by_size: dict[tuple[int, ...], list[Function]] = {}
         self._bound: set[Any] = set()
         self._layouts = {
@@ -217,8 +224,6 @@ class Compiled:
             found.check(leaves)
             if len(self._bound) < 4096:
                 self._bound.add(key)
-        if self.mutates:
-            self._check_overlap(leaves)
         values: list[Any] = []
         for owner in found.owners:
             if owner.kind == "caller":
@@ -227,31 +232,35 @@ class Compiled:
                 values.append(leaves[owner.index].shape[owner.dim])
             else:
                 value = owner.get()  # type: ignore[misc]
-                if _layout(value) != self._layouts[owner.name]:
-                    raise BindError(
-                        f"{owner.name}: compiled for {_show(self._layouts[owner.name])}, it is now {_show(_layout(value))}; compile again"
-                    )
+                expected = self._layouts[owner.name]
+                if _layout(value) != expected:
+                    raise BindError(f"{owner.name}: compiled for {_show(expected)}, it is now {_show(_layout(value))}; compile again")
                 values.append(value)
+        if self._written:
+            self._check_overlap(values)
         return leaves, values
 
-    def _check_overlap(self, leaves: list[Any]) -> None:
-        """The pieces were compiled for arguments that lie apart: one that is written must not overlap another (B026)."""
-        tensors = [(leaf.path, value) for leaf, value in zip(self._trace.leaves, leaves, strict=True) if leaf.tensor]
-        written = [pair for pair in tensors if pair[0] in self.mutates]
-        for path, value in written:
-            for other, held in tensors:
-                storage = storage_key(value)
-                if other == path or storage is None or storage != storage_key(held):
-                    continue
-                if overlaps(Extent.of(value, storage), Extent.of(held, storage)):
-                    raise BindError(f"{path}: the module writes it, and it overlaps {other}; pass tensors that do not share memory")
+    def _check_overlap(self, values: list[Any]) -> None:
+        """The pieces were compiled for arguments that lie apart: none may overlap memory that the module writes (B026)."""
+        owners = self._trace.owners
+        written: dict[int | None, list[int]] = {}
+        for index in self._written:
+            written.setdefault(storage_key(values[index]), []).append(index)
+        for index in self._exposed:
+            storage = storage_key(values[index])
+            if storage is None:
+                continue
+            for other in written.get(storage, ()):
+                if other != index and overlaps(Extent.of(values[index], storage), Extent.of(values[other], storage)):
+                    one, two = owners[other].name, owners[index].name
+                    raise BindError(f"{one}: the module writes it, and it overlaps {two}; pass tensors that do not share memory")
 
     def _functions(self, leaves: list[Any]) -> list[Function]:
-        wanted = self._stitched.config.compile_sizes
-        if not wanted or self._stitched.config.backend != "inductor":
+        wanted, token = self._stitched.config.compile_sizes, self._trace.token
+        if not wanted or token is None or self._stitched.config.backend != "inductor":
             return self._stitched.functions
         sizes = self._trace.sizes(leaves)
-        if sizes.get("tokens") not in wanted:
+        if sizes[token] not in wanted:
             return self._stitched.functions
         key = tuple(sizes.values())
         if key not in self._by_size:
@@ -284,7 +293,7 @@ def compile_callable(
     add_guards(found, stitched.guards())
     done = time.perf_counter()
     report = CompileReport(
-        dict(stitched.cut.calls), 0, 0 if found.unbacked else 2, traced - start, done - traced, [*found.notes, *stitched.notes()]
+        dict(stitched.calls), 0, 0 if found.unbacked else 2, traced - start, done - traced, [*found.notes, *stitched.notes()]
     )
     compiled = Compiled(found, stitched, report)
     report.distinct = len({piece.same_as for piece in compiled.pieces if piece.kind == "graph"})

@@ -49,23 +49,13 @@ class Segment:
 class Cut:
     """A graph as segments. ``placeholders`` are its inputs in order, ``outputs`` its output structure with value names as leaves.
 
-    ``calls`` counts the pieces per splitting op, with 0 for an op that the graph never calls. ``values`` maps each name that
-    crosses a border to its fake value.
+    ``values`` maps each name that crosses a border to its fake value.
     """
 
     segments: list[Segment]
     placeholders: tuple[str, ...]
     outputs: Any
-    calls: dict[str, int]
     values: dict[str, Any]
-
-    @property
-    def pieces(self) -> list[Segment]:
-        return [segment for segment in self.segments if segment.kind != "host"]
-
-    def notes(self) -> list[str]:
-        """What a user should hear: splitting ops that are never called."""
-        return [f"splitting op {op} is never called by this module, nothing is cut there" for op, count in self.calls.items() if not count]
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class _Builder:
         return made
 
 
-def build(gm: fx.GraphModule, graph: fx.Graph, segments: list[Segment], sunk: set[fx.Node], writes: Writes, calls: dict[str, int]) -> Cut:
+def build(gm: fx.GraphModule, graph: fx.Graph, segments: list[Segment], sunk: set[fx.Node], writes: Writes) -> Cut:
     """Fill in modules, inputs and outputs of the segments.
 
     sunk: views that each reader makes again. Two host segments may be added: checks of sizes at the start, and at the end what the
@@ -160,7 +150,7 @@ def build(gm: fx.GraphModule, graph: fx.Graph, segments: list[Segment], sunk: se
         segment.module = modules[segment.key]
         segment.input_values = [value_of(node) for node in builder.inputs]
     outputs = pytree.tree_map(lambda leaf: OutputRef(leaf.name) if isinstance(leaf, fx.Node) else leaf, output.args[0])
-    return Cut(segments, tuple(node.name for node in graph.find_nodes(op="placeholder")), outputs, calls, values)
+    return Cut(segments, tuple(node.name for node in graph.find_nodes(op="placeholder")), outputs, values)
 
 
 def is_size_check(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,18 +87,28 @@ def _resolve_op(text: str) -> SplitOp:
 # --------------------------------------------------------------------------------------------------------------- cutting
 
 
+def count_calls(gm: fx.GraphModule, ops: Sequence[SplitOp]) -> dict[str, int]:
+    """How often the graph calls each splitting op."""
+    return {op.name: sum(op.matches(node) for node in gm.graph.nodes) for op in ops}
+
+
+def never_called(calls: Mapping[str, int]) -> list[str]:
+    """What a user should hear about ``count_calls``."""
+    return [f"splitting op {op} is never called by this module, nothing is cut there" for op, count in calls.items() if not count]
+
+
 def cut(gm: fx.GraphModule, ops: Sequence[SplitOp]) -> Cut:
     """Cut ``gm`` at ``ops``. The module itself is left as it is. Raises SplitError naming the node that cannot be cut around."""
     graph = _private_copy(gm)
     _name_sizes(graph)
-    segments, calls = _assign(graph, ops)
+    segments = _assign(graph, ops)
     memo: dict[Any, set[int]] = {}
     writes = {node: written_args(node, memo) for segment in segments for node in segment.nodes}
     segments = _merge_views(segments, writes)
     home = {node: segment for segment in segments for node in segment.nodes}
     _take_tuples_apart(graph, home)
     sunk = _sink_views(graph, segments, home, writes)
-    return build(gm, graph, segments, sunk, writes, calls)
+    return build(gm, graph, segments, sunk, writes)
 
 
 def _private_copy(gm: fx.GraphModule) -> fx.Graph:
@@ -150,16 +160,14 @@ def _replace(node: fx.Node, value: Any, keep: set[fx.Node]) -> None:
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), swap)
 
 
-def _assign(graph: fx.Graph, ops: Sequence[SplitOp]) -> tuple[list[Segment], dict[str, int]]:
+def _assign(graph: fx.Graph, ops: Sequence[SplitOp]) -> list[Segment]:
     segments: list[Segment] = []
     home: dict[fx.Node, Segment] = {}
-    calls = {op.name: 0 for op in ops}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_host_node(node) or is_size_check(node) or node.target in GRAD_SWITCHES:
             continue
         op = next((op for op in ops if op.matches(node)), None)
         if op is not None:
-            calls[op.name] += 1
             segments.append(Segment("split", op.name))
         elif node.target is operator.getitem and is_tuple(node.args[0]):  # type: ignore[arg-type]
             # Stay with the producer: only flat tensors leave a piece.
@@ -172,7 +180,16 @@ def _assign(graph: fx.Graph, ops: Sequence[SplitOp]) -> tuple[list[Segment], dic
             segments.append(Segment("graph", ""))
         segments[-1].nodes.append(node)
         home[node] = segments[-1]
-    return segments, calls
+        if _looks_dead(node):
+            segments[-1].keep_eager = f"{node.target} returns nothing and declares no mutation, so a compiler would drop it"
+    return segments
+
+
+def _looks_dead(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns and not target._schema.is_mutable and not is_check(node)
 
 
 def _is_view(node: fx.Node, writes: Writes) -> bool:

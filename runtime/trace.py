@@ -8,11 +8,13 @@ the arguments, dtypes, devices, strides, host values, sizes that belong together
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
+import logging
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +82,18 @@ def _paths(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
-    return [str(path[0].key) + pytree.keystr(path[1:]) for path, _ in paths]  # type: ignore[attr-defined]
+    part = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+    return [".".join(part(key) for key in path) for path, _ in paths]
 
 
 def named_dims(dynamic: Dynamic, paths: list[str], leaves: list[Any]) -> dict[str, tuple[tuple[int, Dim], ...]]:
     """For each tensor leaf its named dimensions. A name in ``dynamic`` is an argument (all tensors under it) or a path such as
-    ``batch['ids']``; an int stands for ``{dim: "tokens"}``. Raises TraceError for a name that no argument has."""
+    ``batch.ids`` or ``caches.0.1``; an int stands for ``{dim: "tokens"}``. Raises TraceError for a name that no argument has."""
     result: dict[str, tuple[tuple[int, Dim], ...]] = {}
     for name, spec in dynamic.items():
         wanted = {spec: "tokens"} if isinstance(spec, int) else dict(spec)
         dims = tuple((int(dim), Dim.parse(text, name)) for dim, text in wanted.items())
-        under = [(p, v) for p, v in zip(paths, leaves, strict=True) if p == name or p.startswith((f"{name}[", f"{name}."))]
+        under = [(p, v) for p, v in zip(paths, leaves, strict=True) if p == name or p.startswith(f"{name}.")]
         if not under:
             raise TraceError(f"dynamic: {name!r} is not an argument of this call; it has {', '.join(paths)}")
         for path, value in under:
@@ -149,6 +152,7 @@ class Trace:
     shape_env: Any
     unbacked: bool
     training: bool
+    autocast: tuple[Any, ...]
     guards: list[tuple[Any, str]] = field(default_factory=list)
     symbols: dict[Any, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -163,9 +167,16 @@ class Trace:
     def sizes(self, values: list[Any]) -> dict[str, int]:
         return sizes_of(self.leaves, values)
 
+    @property
+    def token(self) -> str | None:
+        """The name that counts as the size of a step: "tokens", or the only one there is."""
+        names = list(dict.fromkeys(which.name for leaf in self.leaves for _, which in leaf.dims))
+        return "tokens" if "tokens" in names else next(iter(names), None)
+
     def check_key(self, values: list[Any]) -> tuple[Any, ...]:
         """Equal for two calls that ``check`` cannot tell apart."""
-        return tuple((v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else (type(v), v) for v in values)
+        layouts = [(v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else (type(v), v) for v in values]
+        return (*layouts, getattr(self.module, "training", False), _autocast())
 
     def check(self, values: list[Any]) -> None:
         """Raises BindError when the traced code is not valid for these leaves."""
@@ -179,6 +190,14 @@ class Trace:
             raise BindError(reason)
         if bool(getattr(self.module, "training", False)) != self.training:
             raise BindError(f"module.training: traced with {self.training}, it is now {not self.training}")
+        if _autocast() != self.autocast:
+            raise BindError(f"autocast: traced with {self.autocast or 'none'}, it is now {_autocast() or 'none'}")
+
+
+def _autocast() -> tuple[Any, ...]:
+    """The autocast state around the call, which a trace bakes in."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _check_leaf(leaf: Leaf, value: Any) -> None:
@@ -274,14 +293,46 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _readable(error: Exception) -> Exception:
-    if isinstance(error, (TraceError, BindError)):
-        return error
-    detail = "\n".join(line for line in str(error).splitlines() if line.strip())[:2000]
+def _readable(error: BaseException) -> Exception:
+    """The error that the user should see, from inside what Dynamo wraps around it."""
+    chain: list[BaseException] = []
+    walk: BaseException | None = error
+    while walk is not None and walk not in chain:
+        chain.append(walk)
+        walk = walk.__cause__ or walk.__context__
+    ours = next((link for link in chain if isinstance(link, TraceError | BindError)), None)
+    if ours is not None:
+        return ours
+    text = str(error)
+    where = [line.strip() for line in text.splitlines() if line.strip().strip("^~ ")]
+    if fixed := re.search(r"specialized it to be a constant \((\d+)\)", text):
+        return TraceError(
+            f"dynamic: the module's code fixes a size named there to {fixed[1]}, at: {where[-1]}. Take that dimension out of dynamic, "
+            "or do not use its value (a loop over it, int(), a shape written as a number)"
+        )
+    if "side effects" in text:
+        return TraceError(
+            "the module has side effects in Python: forward changes an attribute, a list or a global, which a captured step would not do "
+            'again. Return the value instead, or set compile.split = "capture" and compile.backend = "eager"'
+        )
     return TraceError(
-        f"the module does not trace into one graph: {detail}\n"
-        "Change the code that the message points at, or set compile.split = 'capture' with compile.backend = 'eager', which need no trace."
+        "the module does not trace into one graph: " + "\n".join(where)[:2000] + "\nChange the code that the message points at, or set "
+        'compile.split = "capture" and compile.backend = "eager", which need no trace'
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A failed attempt is an answer here, not something for the log."""
+    loggers = [logging.getLogger(name) for name in ("torch._guards", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _resized(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -369,6 +420,7 @@ def _trace_once(
         "specialize_float": True,
     }
     with (
+        _quiet(),
         torch.inference_mode(False),
         torch.no_grad(),
         dynamo_config.patch({key: value for key, value in settings.items() if hasattr(dynamo_config, key)}),
@@ -376,10 +428,12 @@ def _trace_once(
     ):
         returned = torch.compile(step, backend=backend, fullgraph=True)(*call_args, **call_kwargs)
     if "gm" not in seen:
-        raise TraceError("the module computes nothing with tensors: there is no graph to cut or to compile")
+        raise TraceError(
+            "the module computes nothing with tensors (or torch.compile is switched off): there is no graph to cut or to compile"
+        )
     result = _rebuilder(returned, seen["outputs"], inputs, leaves, module)
     training = bool(getattr(module, "training", False))
-    found = Trace(seen["gm"], module, leaves, signature, spec, seen["owners"], result, seen["shape_env"], unbacked, training)
+    found = Trace(seen["gm"], module, leaves, signature, spec, seen["owners"], result, seen["shape_env"], unbacked, training, _autocast())
     _keep_guards(found, inputs, {"L": {"args": call_args, "kwargs": call_kwargs}})
     _refuse_data_dependent(found)
     return found
@@ -438,7 +492,8 @@ def _owner(node: fx.Node, example: Any, module: Any, leaves: list[Leaf], inputs:
     if found is not None:
         return Owner("persistent", found, get=_reader(module, found))
     if _evaluate(name, scope) is example:
-        return Owner("persistent", name, get=lambda: _evaluate(name, scope))
+        lasting = {"L": {"module": module}, "G": scope["G"]}  # not the arguments of this trace
+        return Owner("persistent", name, get=lambda: _evaluate(name, lasting))
     raise TraceError(
         f"{name}: a tensor that is neither an argument nor held by the module or a global variable cannot be found again at a later call"
     )
@@ -523,14 +578,22 @@ def _keep_guards(found: Trace, inputs: list[Any], scope: dict[str, Any]) -> None
         if owner.kind == "caller":
             for dim, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    found.symbols.setdefault(size.node._expr, (owner.index, dim))
+                    _keep_symbols(found, size, (owner.index, dim))
         elif owner.kind == "size":
-            found.symbols.setdefault(value.node._expr, (owner.index, owner.dim))
+            _keep_symbols(found, value, (owner.index, owner.dim))
     add_guards(found)
+
+
+def _keep_symbols(found: Trace, size: torch.SymInt, place: tuple[int, int]) -> None:
+    """The symbol that the dimension was given, and the one that it was found to be equal to."""
+    for expr in (size.node._expr, size.node.expr):
+        if expr.is_Symbol:
+            found.symbols.setdefault(expr, place)
 
 
 def _refuse_data_dependent(found: Trace) -> None:
     """A size or a host value that comes from tensor data needs a read back, which no graph can hold."""
+    given = found.symbols.keys() | found.shape_env.unbacked_inputs
     for node in found.gm.graph.nodes:
         value = node.meta.get("example_value")
         for leaf in pytree.tree_leaves(value):
@@ -538,7 +601,7 @@ def _refuse_data_dependent(found: Trace) -> None:
             symbols = {
                 symbol for size in sizes if isinstance(size, torch.SymInt | torch.SymFloat) for symbol in size.node.expr.free_symbols
             }
-            if symbols - found.symbols.keys():
+            if symbols - given:
                 raise TraceError(
                     f"the module reads a tensor's values to get a size or a number, at: {_user_line(node)}; a captured step cannot do that"
                 )

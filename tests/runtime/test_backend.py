@@ -14,7 +14,7 @@ from runtime import pieces
 from runtime.backend import BindError, Compiled, TraceError, compile_callable, inductor_available
 from runtime.config import CompileConfig
 from runtime.emulator import EmulatedPool
-from tests.runtime.toy_ops import DYNAMIC, Stack, ops, step
+from tests.runtime.toy_ops import DYNAMIC, LOG, Stack, ops, step
 
 NO_INDUCTOR = inductor_available("cuda" if torch.cuda.is_available() else "cpu")
 needs_inductor = pytest.mark.skipif(NO_INDUCTOR is not None, reason=str(NO_INDUCTOR))
@@ -203,12 +203,34 @@ def test_arguments_in_containers():
     module = Nested()
     make = lambda n: (({"x": torch.randn(n, 2)}, [torch.randn(n, 2)]), {"z": torch.randn(3)})
     args, kwargs = make(4)
-    made = compiled(module, *args, **kwargs, dynamic={"batch": 0, "extra[0][0]": 0})
+    made = compiled(module, *args, **kwargs, dynamic={"batch": 0, "extra.0.0": 0})
     for tokens in (1, 9):
         args, kwargs = make(tokens)
         same(made(*args, **kwargs), module(*args, **kwargs))
     with pytest.raises(TraceError, match="dynamic: 'bach' is not an argument"):
         compiled(module, *args, **kwargs, dynamic={"bach": 0})
+
+
+@pytest.mark.parametrize("use", [lambda first, x: x * 2, lambda first, x: x * first.shape[0]], ids=["unused", "size only"])
+def test_an_argument_that_gives_only_its_size(use):
+    class Sized(nn.Module):
+        def forward(self, first, x):
+            return ops.mix(use(first, x))
+
+    module = Sized()
+    made = compiled(module, torch.zeros(4), torch.ones(4), splitting=["toysplit::mix"], dynamic={"first": 0, "x": 0})
+    for tokens in (6, 1):
+        same(made(torch.zeros(tokens), torch.ones(tokens)), module(torch.zeros(tokens), torch.ones(tokens)))
+
+
+def test_autocast_around_the_call_is_part_of_the_code():
+    module = nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = compiled(module, x)
+        assert made(x).dtype == torch.bfloat16
+    with pytest.raises(BindError, match=r"autocast: traced with .*bfloat16.*, it is now none"):
+        made(x)
 
 
 # ---------------------------------------------------------------------------------------------------------- results, refusals
@@ -272,14 +294,15 @@ class Refused(nn.Module):
         (lambda m, x: (setattr(m, "last", x * 3), x * 2)[1], "side effects"),
         (lambda m, x: x * x.sum().item(), r"reads a tensor's values .*x\.sum\(\)\.item\(\)"),
         (lambda m, x: x[x > 0], r"reads a tensor's values .*x\[x > 0\]"),
+        (lambda m, x: sum(x[i] for i in range(x.shape[0])) * x, "fixes a size named there to 4, at: .*range"),
         (lambda m, x: 3, "computes nothing"),
         (lambda m, x: dataclasses.make_dataclass("Out", ["y"])(x * 2), "does not trace|cannot be rebuilt"),
     ],
-    ids=["counter", "kept tensor", "item", "data-dependent shape", "no graph", "unknown container"],
+    ids=["counter", "kept tensor", "item", "data-dependent shape", "loop over a size", "no graph", "unknown container"],
 )
 def test_what_cannot_be_stitched_is_refused_with_a_reason(body, says):
     with pytest.raises(TraceError, match=says):
-        compiled(Refused(body), torch.randn(4, 3))
+        compiled(Refused(body), torch.randn(4, 3), dynamic={"x": 0})
 
 
 def test_tracing_computes_nothing_and_writes_nothing():
@@ -295,7 +318,7 @@ def test_tracing_computes_nothing_and_writes_nothing():
     module, x = Writes(), torch.ones(2, 3)
     made = compiled(module, x, dynamic={"x": 0})
     assert not module.cache.any() and x.eq(1).all()
-    assert made.mutates == ("x", "cache")
+    assert set(made.mutates) == {"x", "cache"}
     assert not any(name.startswith("_dynamo") for name in vars(x)), "the caller's tensor must not be marked"
 
 
@@ -542,6 +565,72 @@ def test_b025_inductor_pieces_write_inputs_and_views_as_eager_does():
     mine, theirs = x.clone(), x.clone()
     close(made(mine), module(theirs))
     close(mine, theirs)
+
+
+@needs_inductor
+def test_an_op_that_only_has_effects_is_not_dropped():
+    class Logs(nn.Module):
+        def forward(self, x):
+            ops.log(x)
+            return x * 2 + 1
+
+    made = compiled(Logs(), torch.ones(3), backend="inductor", splitting=[])
+    LOG.clear()
+    same(made(torch.ones(3)), torch.full((3,), 3.0))
+    assert len(LOG) == 1 and any("a compiler would drop it" in note for note in made.report.notes)
+
+
+@needs_inductor
+def test_split_capture_compiles_the_whole_step_as_one_piece():
+    module = Stack(2)
+    config = CompileConfig(backend="inductor", splitting_ops=["toysplit::attend_out"], split="capture")
+    made = compile_callable(module, step(8), {}, config, DYNAMIC)
+    assert [piece.kind for piece in made.pieces] == ["graph"] and made.report.calls == {"toysplit::attend_out": 2}
+    for tokens in (8, 3):
+        args = step(tokens)
+        close(made(*args), module(*args))
+
+
+# ------------------------------------------------------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_inductor)])
+def test_a_causal_lm_of_two_layers(backend, device):
+    """Prefill, decode, mixed and padded steps of the model: five pieces, logits and every byte of the caches as in eager."""
+    from tests.runtime.paged import PagedModel
+    from tests.runtime.tiny import tiny_model
+
+    model = tiny_model(device)
+    names = ["input_ids", "positions", "slot_mapping", "block_table", "seq_lens", "cu_seqlens_q", "logits_rows"]
+    dims = dict(zip(names, ["tokens"] * 3 + ["seqs"] * 2 + ["seqs+1", "rows"], strict=True))
+    mine, theirs, made = PagedModel(model), PagedModel(model), []
+
+    def run(*args):
+        if not made:
+            config = CompileConfig(backend=backend)
+            made.append(compile_callable(model, args, {}, config, {name: {0: dim} for name, dim in dims.items()}))
+        with Counting() as count:
+            result = made[0](*args)
+        assert (count.frames, count.inductor) == (0, 0)
+        return result
+
+    mine.run = run
+    steps = [
+        ({"a": [1, 2, 3, 4, 5], "b": [7]}, 0, 0),
+        ({"a": [3]}, 0, 0),
+        ({"a": [4], "b": [5], "c": [6, 7]}, 0, 0),
+        ({"a": [9], "b": [8]}, 2, 1),
+    ]
+    for new, pad_tokens, pad_seqs in steps:
+        arguments = {"pad_tokens": pad_tokens, "pad_seqs": pad_seqs, "max_query_len": 8}
+        close(mine.step(new, **arguments), theirs.step(new, **arguments))
+        for cache, expected in zip(mine.caches, theirs.caches, strict=True):
+            torch.testing.assert_close(cache, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+    (made,) = made
+    assert [piece.kind for piece in made.pieces] == ["graph", "split", "graph", "split", "graph"]
+    assert made.report.distinct == 3 and made.report.min_size == 0 and made.report.notes == []
+    assert {piece.compiled for piece in made.pieces if piece.kind == "graph"} == {backend}
+    assert set(made.mutates) == {f"layers.{layer}.attention.{which}_cache" for layer in (0, 1) for which in "kv"}
 
 
 def test_without_a_compiler_inductor_says_so():

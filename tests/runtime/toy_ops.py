@@ -7,7 +7,7 @@ import torch
 _LIBRARY = torch.library.Library("toysplit", "DEF")
 
 
-def _define(schema: str, kernel, fake, autograd: bool = False) -> None:
+def _define(schema: str, kernel, fake) -> None:
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
@@ -36,6 +36,9 @@ _define("mix(Tensor x) -> Tensor", lambda x: x.flip(0) + 1, lambda x: torch.empt
 # writes a cache in place
 _define("write(Tensor k, Tensor(a!) cache, Tensor slots) -> ()", _write, lambda k, cache, slots: None)
 _define("never(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+# no output and no declared mutation: only its effect matters
+LOG: list[int] = []
+_define("log(Tensor x) -> ()", lambda x: LOG.append(len(x)), lambda x: None)
 
 ops = torch.ops.toysplit
 
