@@ -45,7 +45,7 @@ def check_last_stride(name: str, x: torch.Tensor) -> None:
 class Rows(NamedTuple):
     """A tensor [..., n] seen as rows: row r starts at ``(r // inner) * stride_outer + (r % inner) * stride_inner``."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     inner: int
     stride_outer: int
     stride_inner: int

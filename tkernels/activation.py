@@ -31,12 +31,14 @@ def _act_ref(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
 
 def silu_and_mul_ref(x: torch.Tensor) -> torch.Tensor:
     """The oracle of ``silu_and_mul``."""
-    return _act_ref(*x.chunk(2, -1), _SILU)
+    gate, up = x.chunk(2, -1)
+    return _act_ref(gate, up, _SILU)
 
 
 def gelu_and_mul_ref(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """The oracle of ``gelu_and_mul``."""
-    return _act_ref(*x.chunk(2, -1), _APPROXIMATE[approximate])
+    gate, up = x.chunk(2, -1)
+    return _act_ref(gate, up, _APPROXIMATE[approximate])
 
 
 def silu_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from oracle import column_slice
 
+import tkernels.attention.padded
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -39,6 +41,58 @@ def gelu_and_mul(device: torch.device) -> list[Call]:
 
 def silu_mul(device: torch.device) -> list[Call]:
     return [((x, y), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
+
+
+def gelu_mul(device: torch.device) -> list[Call]:
+    return [((x, y, "none"), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
+
+
+def linear(device: torch.device) -> list[Call]:
+    weight, bias = torch.randn(8, 24, device=device), torch.randn(8, device=device)
+    calls: list[Call] = [
+        ((x, weight, bias), {}) for x in (torch.randn(3, 24, device=device), column_slice(torch.randn(3, 24, device=device)))
+    ]
+    calls.append(
+        ((torch.randn(2, 24, device=device), weight, None, torch.randn(24, device=device), torch.randn(2, 4, device=device), True), {})
+    )
+    return [*calls, ((torch.randn(0, 24, device=device), weight), {})]
+
+
+def _attention_inputs(device: torch.device, query_lens: list[int]) -> tuple[torch.Tensor, ...]:
+    """Two requests of 5 and 8 keys in pages of 4, q and the caches as slices of wider tensors."""
+    tokens = sum(query_lens)
+    q = torch.randn(tokens, 4, 40, device=device)[:, :, :16]
+    caches = torch.randn(5, 4, 2, 2, 16, device=device)
+    table = torch.tensor([[1, 3], [4, 2]], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
+    return q, caches[:, :, 0].clone(), caches[:, :, 1].clone(), table, torch.tensor([5, 8], dtype=torch.int32, device=device), starts
+
+
+_QUERY_LENS = ([1, 1], [2, 3], [0, 0])
+
+
+def paged_attention(device: torch.device) -> list[Call]:
+    rules = (0.25, 4, True, 0, 0.0, None, None, None, 1.0)
+    return [((*_attention_inputs(device, lens), *rules), {}) for lens in _QUERY_LENS]
+
+
+def paged_attention_out(device: torch.device) -> list[Call]:
+    rules = (0.25, 4, True, 0, 0.0, None, None, None, 1.0)
+    calls: list[Call] = []
+    for lens in _QUERY_LENS:
+        inputs = _attention_inputs(device, lens)
+        out = torch.full(inputs[0].shape, 9.0, device=device)
+        calls.append(((*inputs, *rules, out, torch.full(inputs[0].shape[:2], 9.0, device=device)), {}))
+    return calls
+
+
+def padded_attention(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for batch, queries, keys in ((2, 3, 5), (1, 1, 4), (2, 0, 5)):
+        q, k, v = torch.randn(batch, queries, 4, 16, device=device), *torch.randn(2, batch, 2, keys, 16, device=device).unbind(0)
+        layout = tkernels.attention.padded.padded_layout(k, queries)
+        calls.append(((q, k.clone(), v.clone(), layout.block_table, layout.seq_lens, layout.cu_seqlens_q, 0.25, True, 0, 0.0, None), {}))
+    return calls
 
 
 def _qkv(device: torch.device, tokens: int, strided: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,6 +152,11 @@ def sample(device: torch.device) -> list[Call]:
 SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "add_rms_norm": add_rms_norm,
     "gelu_and_mul": gelu_and_mul,
+    "gelu_mul": gelu_mul,
+    "linear": linear,
+    "padded_attention": padded_attention,
+    "paged_attention": paged_attention,
+    "paged_attention_out": paged_attention_out,
     "rms_norm": rms_norm,
     "rope": rope,
     "rope_and_cache": rope_and_cache,
