@@ -1,0 +1,29 @@
+"""Graph-aware runtime: captured steps for any module, a paged KV cache, a continuous-batching scheduler, an engine.
+
+Importing it also makes ``torch.compile(module, backend="tkernels")`` known where the package is not installed.
+"""
+
+from runtime.backend import tkernels_backend
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.dispatch import Decision
+from runtime.engine import Completion, Engine, Event
+from runtime.graph import CaptureError
+from runtime.graphed import GraphedModule, graphed
+from runtime.plan import Plan
+from runtime.request import RequestError, SamplingParams
+
+__all__ = [
+    "CaptureError",
+    "Completion",
+    "ConfigError",
+    "Decision",
+    "Engine",
+    "Event",
+    "GraphedModule",
+    "Plan",
+    "RequestError",
+    "RuntimeConfig",
+    "SamplingParams",
+    "graphed",
+    "tkernels_backend",
+]

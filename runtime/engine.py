@@ -21,8 +21,10 @@ from typing import Any, Literal, cast
 import torch
 
 from runtime.blocks import BlockManager
+from runtime.capture import Address
 from runtime.checkpoint import read_json
 from runtime.config import ConfigError, RuntimeConfig
+from runtime.dispatch import Decision
 from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
 from runtime.request import FinishReason, Request, RequestError, SamplingParams
 from runtime.runner import Launched, Runner
@@ -79,7 +81,7 @@ class Engine:
 
     model: a Hugging Face folder or GGUF file, or a ``CausalLM``; it wins over ``[model] path``.
     config: a RuntimeConfig, a TOML file or a mapping. tokenizer: for a ``CausalLM`` that shall take text.
-    report: called with one line at each stage of the start-up.
+    report: called with one line at each stage of the start-up. progress: called with (done, total, what) during the warm-up.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         report: Callable[[str], None] = lambda line: None,
+        progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
+        started = time.perf_counter()
         self.config = RuntimeConfig.load({} if config is None else config)
         if self.config.parallel.tensor != 1:
             raise ConfigError(f"parallel.tensor: this engine runs on one device, got {self.config.parallel.tensor}")
@@ -97,9 +101,10 @@ class Engine:
         if isinstance(model, CausalLM):
             self.model = model
         else:
+            _check_placement(self.config)
             folder = _locate(model or self.config.model.path, report)
             report(f"loading {folder}")
-            self.model = _load(folder, self.config)
+            self.model = load_model(folder, self.config.model.dtype, self.config.model.device)
             self._eos = _eos_tokens(folder)
             if tokenizer is None and (folder / "tokenizer.json").is_file():
                 self.tokenizer = Tokenizer.open(folder)
@@ -118,9 +123,8 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._submitted = 0
         self._totals: Counter[str] = Counter()
-        started = time.perf_counter()
-        self.plan = self.runner.warmup()
-        self.warmup_seconds = time.perf_counter() - started
+        self.plan = self.runner.warmup(progress)
+        self.startup_seconds = time.perf_counter() - started
 
     # -- whole answers --------------------------------------------------------------------------------------------------------
 
@@ -300,6 +304,14 @@ class Engine:
             tokens.append(token)
         return tokens
 
+    def explain(self, decodes: int, chunk: int = 0) -> Decision:
+        """How a step of ``decodes`` decoding requests and ``chunk`` tokens of a prompt would run, and why."""
+        return self.runner.steps.explain(**self.runner.batch(decodes, chunk))
+
+    def addresses(self) -> dict[str, list[Address]]:
+        """For each kind of captured step, at its largest size: every input of every piece, its owner and address."""
+        return self.runner.steps.addresses()
+
     # -- what happened --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -325,12 +337,12 @@ def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
     return folder
 
 
-def _load(folder: Path, config: RuntimeConfig) -> CausalLM:
+def _check_placement(config: RuntimeConfig) -> None:
+    """Device and dtype before anything is read, under the names that the configuration has for them."""
     try:
         resolve_dtype(config.model.dtype, torch.float32, resolve_device(config.model.device))
     except ValueError as error:
         raise ConfigError(f"model.{error}") from error
-    return load_model(folder, config.model.dtype, config.model.device)
 
 
 def _eos_tokens(folder: Path) -> frozenset[int]:

@@ -9,6 +9,7 @@ Sampled tokens stay on the device: a chunk whose last token a step in flight is 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -142,8 +143,7 @@ class Runner:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         with torch.inference_mode():
-            arguments = self.representative(self.max_batch_tokens, self.max_batch_tokens)
-            self.module(**{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()})
+            self.module(**self.batch(0, self.max_batch_tokens))
         torch.cuda.synchronize(device)
         needed = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
@@ -241,16 +241,17 @@ class Runner:
 
     # -- warm-up --------------------------------------------------------------------------------------------------------------
 
-    def warmup(self) -> Plan:
-        """Capture and time every size, for steps of single tokens (decode) and for steps with chunks."""
-        return self.steps.warmup(make_inputs=lambda size, key: ((), self.representative(size, key["max_query_len"])))
+    def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> Plan:
+        """Capture and time every size, for steps of single tokens (decode) and for steps with a chunk of a prompt."""
+        keys = [{"max_query_len": 1}, {"max_query_len": self.max_batch_tokens}]
+        return self.steps.warmup(make_inputs=self._representative, keys=keys, progress=progress)
 
-    def representative(self, size: int, max_query_len: int) -> dict[str, Any]:
+    def _representative(self, size: int, key: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or half of them decode beside one chunk of a prompt."""
-        if max_query_len == 1:
-            return self.batch(size, 0)
+        if key["max_query_len"] == 1:
+            return ((), self.batch(size, 0)) if size <= self.max_num_seqs else None
         decodes = min(size // 2, self.max_num_seqs - 1)
-        return self.batch(decodes, size - decodes)
+        return ((), self.batch(decodes, size - decodes)) if size > 1 else None
 
     def batch(self, decodes: int, chunk: int) -> dict[str, Any]:
         """Inputs of ``decodes`` requests at a usual context and, beside them, ``chunk`` tokens of a prompt (0: none).

@@ -1,0 +1,305 @@
+"""The command line: ``python -m runtime generate | plan | explain``.
+
+Exit codes: 0 all went well, 1 something failed while running (a damaged checkpoint, a prompt that cannot be served), 2 the command
+or the configuration is wrong. Results go to stdout, errors and the progress bar to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.engine import Completion, Engine, Event
+from runtime.request import SamplingParams
+
+_EXAMPLES = """\
+examples:
+  python -m runtime generate --config configs/demo.toml --chat "What is the capital of France?" "Name three colours."
+  python -m runtime generate --model.path ./SmolLM2-135M-Instruct --input prompts.txt --max-tokens 64 --temperature 0.7
+  python -m runtime plan --config configs/demo.toml --graph.capture_sizes '[1, 2, 4]'
+  python -m runtime explain --config configs/demo.toml 1 5 4+120
+  python -m runtime explain --config configs/demo.toml addresses
+"""
+
+
+class UsageError(ValueError):
+    """The command line is wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ours to print: one line, with the nearest right option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv), errors)
+    except (UsageError, ConfigError) as error:
+        errors.print(f"error: {error}", markup=False)
+        return 2
+    except (ValueError, RuntimeError, OSError) as error:
+        errors.print(f"error: {error}", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return 130
+
+
+def _run(argv: list[str], errors: Console) -> int:
+    parser = _make_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command is None and not unknown:
+        parser.print_help(sys.stderr)
+        return 2
+    if arguments.command == "generate" and not any(word.startswith("-") for word in unknown):
+        arguments.prompts += unknown  # argparse takes positional arguments in one run only: these stood behind an option
+    elif unknown:
+        raise UsageError(_unknown(unknown[0], parser, arguments.command))
+    config = RuntimeConfig.load(arguments.config) if arguments.config else RuntimeConfig()
+    overrides = {key: _value(text) for key, text in vars(arguments).items() if "." in key and text is not None}
+    config = config.override(**overrides)
+    out = Console(highlight=False, soft_wrap=True)
+    if not out.is_terminal:
+        out.width = 160  # what a file or pipe gets shall not be folded to 80 columns
+    commands = {"generate": _generate, "plan": _plan, "explain": _explain}
+    return commands[arguments.command](arguments, config, out, errors)
+
+
+def _make_parser() -> _Parser:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="python -m runtime", description="Graph-aware transformer inference.", epilog=_EXAMPLES, formatter_class=plain)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, arguments: str, text: str) -> _Parser:
+        usage = f"python -m runtime {name} [--config FILE] [OPTION ...] {arguments}"
+        return commands.add_parser(name, help=text, description=text, usage=usage, epilog=_EXAMPLES, formatter_class=plain)
+
+    generate = command("generate", "PROMPT ...", "answer prompts, all at once")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one prompt each")
+    text = 'more prompts: one a line, or JSON lines with "prompt" in a .jsonl file; "-" reads stdin'
+    generate.add_argument("--input", metavar="FILE", help=text)
+    generate.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    generate.add_argument("--quiet", action="store_true", help="print the answers only")
+    _add_sampling(generate)
+    plan = command("plan", "", "measure every captured size in each mode, and print what is picked")
+    explain = command("explain", "BATCH ...", "say how a batch would run and why, or who owns each input of each captured piece")
+    text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
+    explain.add_argument("batches", nargs="+", metavar="BATCH", help=text)
+    for each in (generate, plan, explain):
+        _add_config(each)
+    return parser
+
+
+def _add_sampling(parser: _Parser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, field in SamplingParams.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{field.description} (default {json.dumps(field.default)})"
+        if name == "stop":
+            group.add_argument(flag, action="append", metavar="TEXT", help=f"{field.description}; may be repeated")
+        elif field.annotation is bool:
+            group.add_argument(flag, action="store_true", default=None, help=text)
+        else:
+            group.add_argument(flag, metavar="NUMBER", help=text)
+
+
+def _add_config(parser: _Parser) -> None:
+    group = parser.add_argument_group("configuration", "Each key of the TOML file; what is given here wins over the file.")
+    group.add_argument("--config", metavar="FILE", help="TOML file; without it every key has its default")
+    for section, field in RuntimeConfig.model_fields.items():
+        assert isinstance(field.annotation, type)
+        for name, key in field.annotation.model_fields.items():  # type: ignore[attr-defined]
+            choices = [str(choice) for choice in get_args(key.annotation) if isinstance(choice, str)]
+            text = f"{key.description} (default {json.dumps(key.default)})".replace("%", "%%")
+            group.add_argument(f"--{section}.{name}", metavar="|".join(choices) if len(choices) > 1 else "VALUE", help=text)
+
+
+def _unknown(argument: str, parser: _Parser, command: str | None) -> str:
+    name = argument.split("=")[0]
+    chosen: argparse.ArgumentParser = parser
+    if command:
+        chosen = next(action.choices[command] for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    known = [option for action in chosen._actions for option in action.option_strings if option.startswith("--")]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "--help lists all"
+    return f"{name}: unknown option; {hint}"
+
+
+def _value(text: str) -> Any:
+    """A value as TOML would read it, and as a string where it is none (a path, "1GiB", auto)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _engine(config: RuntimeConfig, out: Console, errors: Console, quiet: bool = False) -> Engine:
+    report = lambda line: None if quiet else out.print(line, markup=False)
+    if not errors.is_terminal:
+        return Engine(config=config, report=report)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        progress = lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        return Engine(config=config, report=report, progress=progress)
+
+
+def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    out.print(_engine(config, out, errors).plan)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    batches = [_batch(text, config) for text in arguments.batches]
+    engine = _engine(config, out, errors)
+    for text, batch in zip(arguments.batches, batches, strict=True):
+        out.rule(text, align="left")
+        if batch is None:
+            for title, rows in engine.addresses().items():
+                table = Table("segment", "kind", "input", "owner", "made by", "address", "verified", title=title, title_justify="left")
+                for row in rows:
+                    cells = (
+                        row.segment,
+                        row.kind,
+                        row.input,
+                        row.owner,
+                        row.producer,
+                        f"{row.address:#x}",
+                        "yes" if row.verified else "no",
+                    )
+                    table.add_row(*(Text(str(cell)) for cell in cells))
+                out.print(table)
+        else:
+            out.print(str(engine.explain(*batch)), markup=False)
+    return 0
+
+
+def _batch(text: str, config: RuntimeConfig) -> tuple[int, int] | None:
+    """(decoding requests, prompt tokens) of a BATCH argument; None for ``addresses``."""
+    if text == "addresses":
+        return None
+    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", text)
+    if match is None:
+        raise UsageError(f'BATCH: expected "8", "8+120" or "addresses", got {text!r}')
+    decodes, chunk = int(match[1]), int(match[2] or 0)
+    limits = config.scheduler
+    if decodes + (chunk > 0) > limits.max_num_seqs:
+        raise UsageError(f"BATCH {text}: {decodes + (chunk > 0)} requests, scheduler.max_num_seqs is {limits.max_num_seqs}")
+    if not 0 < decodes + chunk <= limits.max_batch_tokens:
+        raise UsageError(
+            f"BATCH {text}: expected 1 to {limits.max_batch_tokens} tokens (scheduler.max_batch_tokens), got {decodes + chunk}"
+        )
+    return decodes, chunk
+
+
+def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    prompts = [*arguments.prompts, *_read_prompts(arguments.input)]
+    if not prompts:
+        raise UsageError("no prompts: give them as arguments or with --input FILE")
+    params = _sampling(arguments)
+    engine = _engine(config, out, errors, arguments.quiet)
+    if not arguments.quiet:
+        out.print(engine.plan)
+    started = time.perf_counter()
+    answers = _answer(engine, prompts, params, arguments.chat, errors)
+    seconds = time.perf_counter() - started
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.finish_reason == "error":
+            errors.print(f"error: {answer.error}", markup=False)
+        elif arguments.quiet:
+            out.print(answer.text, markup=False)
+        else:
+            out.rule(prompt if len(prompt) <= 100 else f"{prompt[:97]}...", align="left")
+            out.print(answer.text, markup=False)
+    if not arguments.quiet:
+        out.rule()
+        _print_totals(engine, answers, seconds, out)
+    return 1 if any(answer.finish_reason == "error" for answer in answers) else 0
+
+
+def _answer(engine: Engine, prompts: list[str], params: SamplingParams, chat: bool, errors: Console) -> list[Completion]:
+    counts = TextColumn("tokens, {task.fields[done]} of {task.fields[all]} answers")
+    texts = [""] * len(prompts)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ends: dict[int, Event] = {}
+    with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn(), console=errors) as progress:
+        task = progress.add_task("", total=len(prompts) * params.max_tokens, done=0, all=len(prompts))
+        for event in engine.stream(prompts, params, chat=chat, on_error="return"):
+            texts[event.index] += event.text
+            tokens[event.index] += event.token_ids
+            progress.advance(task, len(event.token_ids))
+            if event.finish_reason is not None:
+                ends[event.index] = event
+                progress.update(task, advance=params.max_tokens - len(tokens[event.index]), done=len(ends))
+    return [Completion(texts[i], tokens[i], end.finish_reason or "error", [], end.error) for i, end in sorted(ends.items())]
+
+
+def _print_totals(engine: Engine, answers: Sequence[Completion], seconds: float, out: Console) -> None:
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    stats = engine.stats()
+    rate = f"{tokens / seconds:.1f} tokens/s"
+    out.print(
+        f"{len(answers)} answer{'s' * (len(answers) != 1)}, {tokens} tokens in {seconds:.2f} s: {rate}; start-up took {engine.startup_seconds:.1f} s"
+    )
+    table = Table("mode", "steps", "share", "by size", title="steps by mode", title_justify="left")
+    steps = stats["modes"]["steps"]
+    for mode, by_size in steps.items():
+        count = sum(by_size.values())
+        table.add_row(mode, str(count), f"{count / max(1, stats['steps']):.0%}", ", ".join(f"{size}: {n}" for size, n in by_size.items()))
+    out.print(table)
+    rows, padding = stats["modes"]["rows"], stats["modes"]["padding_rows"]
+    out.print(f"padding: {padding} of {rows} rows; preemptions: {stats['preemptions']}")
+    out.print(f"prompt tokens: {stats['prompt_tokens']} computed, {stats['cached_tokens']} from the prefix cache")
+    for reason, count in stats["modes"]["eager_reasons"].items():
+        out.print(f"eager {count}x: {reason}", markup=False)
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(arguments, name) for name in SamplingParams.model_fields}
+    try:
+        return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        item = error.errors()[0]
+        flag = str(item["loc"][0]).replace("_", "-")
+        raise UsageError(f"--{flag}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}") from None
+
+
+def _read_prompts(source: str | None) -> list[str]:
+    if source is None:
+        return []
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+    except OSError as error:
+        raise UsageError(f"--input {source}: cannot be read: {error.strerror}") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not source.endswith(".jsonl"):
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f'--input {source}: line {number}: expected a JSON object with "prompt"') from error
+    return prompts

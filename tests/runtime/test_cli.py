@@ -1,0 +1,165 @@
+"""The command line: output, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.cli import main
+from tests.runtime.test_text import TEMPLATE, byte_tokenizer
+from tests.runtime.tiny import CONFIG, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration file beside a tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model(torch.device("cpu"))
+    save_file(
+        {name: view.clone() for name, view in model.hf_state_dict().items() if name != "lm_head.weight"}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    file = folder / "engine.toml"
+    file.write_text(f"""
+[model]
+path = {json.dumps(str(folder))}
+[graph]
+capture_sizes = [1, 2]
+max_tokens = 4
+[compile]
+backend = "eager"
+[cache]
+num_pages = 40
+page_size = 8
+[scheduler]
+max_num_seqs = 4
+max_batch_tokens = 32
+""")
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_prints_plan_answers_rate_and_modes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "generate", "--config", str(config), "--max-tokens", "6", "ab", "--chat", "cd")
+    assert code == 0, err
+    for column in ("size", "eager ms", "piecewise ms", "full ms", "pick"):
+        assert column in out
+    assert re.search(r"2 answers, 12 tokens in [\d.]+ s: [\d.]+ tokens/s", out)
+    assert "steps by mode" in out and "piecewise" in out
+    assert "12/12 tokens, 2 of 2 answers" in err
+
+
+def test_quiet_prints_the_answers_only(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "generate", "--config", str(config), "--quiet", "--max-tokens", "3", "ab")
+    assert code == 0 and "plan" not in out and "tokens/s" not in out and out.endswith("\n")
+
+
+def test_prompts_from_files(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, json_lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("first\n\nsecond\n")
+    json_lines.write_text('{"prompt": "third"}\n')
+    common = ("--config", str(config), "--max-tokens", "2")
+    code, out, _ = run(capsys, "generate", *common, "--input", str(lines), "zeroth")
+    assert code == 0 and "3 answers" in out and out.index("zeroth") < out.index("first") < out.index("second")
+    code, out, _ = run(capsys, "generate", *common, "--input", str(json_lines))
+    assert code == 0 and "1 answer," in out and "third" in out
+    json_lines.write_text('{"prompt": "third"}\n{"promt": "fourth"}\n')
+    code, _, err = run(capsys, "generate", *common, "--input", str(json_lines))
+    assert code == 2 and 'line 2: expected a JSON object with "prompt"' in err
+
+
+def test_overrides_win_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "plan", "--config", str(config), "--graph.capture_sizes", "[3]", "--graph.max_tokens=6", "--scheduler.max_num_seqs", "3"
+    )
+    assert code == 0
+    assert re.findall(r"^[│|]\s+(\d+) [│|]", out, re.MULTILINE) == ["3", "3", "6"], (
+        "decode has 3, the limit of requests; with chunks 3 and 6"
+    )
+
+
+def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "explain", "--config", str(config), "--graph.mode", "piecewise", "1", "3+12", "addresses")
+    assert code == 0, err
+    assert "piecewise at size 1, 0 padding rows" in out
+    assert "eager at size 15" in out and "no captured size holds 15 tokens" in out
+    for word in ("owner", "caller", "persistent", "splitting op", "slot_mapping", "k_cache", "0x", "yes"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--graph.mod", "full", "x"], "--graph.mod: unknown option; did you mean --graph.mode?"),
+        (["generate", "--max-token", "3", "x"], "--max-token: unknown option; did you mean --max-tokens?"),
+        (["generate", "--graph.mode", "fast", "x"], "graph.mode: input should be 'auto', 'full', 'piecewise' or 'eager', got 'fast'"),
+        (["generate", "--scheduler.max_num_seqs", "0", "x"], "scheduler.max_num_seqs: input should be greater than 0, got 0"),
+        (["generate", "--temperature", "-1", "x"], "--temperature: input should be greater than or equal to 0"),
+        (["generate", "--max-tokens", "many", "x"], "--max-tokens: input should be a valid integer"),
+        (["generate", "--model.path", "m"], "no prompts"),
+        (["generate", "x"], "model.path: expected a Hugging Face folder"),
+        (["generate", "--config", "nowhere.toml", "x"], "nowhere.toml: cannot be read"),
+        (["generate", "--input", "nowhere.txt"], "--input nowhere.txt: cannot be read"),
+        (["explain", "--model.path", "m", "many"], "BATCH: expected"),
+        (["explain", "--model.path", "m", "0"], "BATCH 0: expected 1 to"),
+        (["explain", "--model.path", "m", "300"], "BATCH 300: 300 requests, scheduler.max_num_seqs is 256"),
+        (["explain"], "BATCH"),
+        (["generat"], "generat"),
+        (["--confg"], "--confg: unknown option"),
+        (["generate", "--model.device", "tpu", "--model.path", ".", "x"], "model.device: expected"),
+    ],
+)
+def test_usage_and_configuration_errors_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err and err.startswith("error: ") and "Traceback" not in err
+
+
+def test_a_key_that_does_not_exist_in_the_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("[graph]\nmodes = 'full'\n")
+    code, _, err = run(capsys, "plan", "--config", str(file))
+    assert code == 2 and "graph.modes: unknown key; did you mean graph.mode?" in err
+
+
+def test_run_time_errors_exit_with_1(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "generate", "--config", str(config), "--model.path", str(tmp_path / "nowhere"), "x")
+    assert code == 1 and "nowhere" in err
+    code, out, err = run(capsys, "generate", "--config", str(config), "--max-tokens", "2", "--quiet", "fine", "y" * 400)
+    assert code == 1 and "prompt 1: the prompt has 400 tokens and needs 50 pages of 8; the cache has 39" in err
+    assert out.strip(), "the other prompt is answered"
+
+
+def test_help_names_commands_keys_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys)
+    assert code == 2 and "generate" in err
+    for arguments, words in {
+        ("--help",): ("generate", "plan", "explain"),
+        ("generate", "--help"): ("--graph.mode", "--max-tokens", "--chat", "examples"),
+    }.items():
+        with pytest.raises(SystemExit) as done:
+            main(list(arguments))
+        assert done.value.code == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words)
+
+
+def test_python_m_runtime_is_the_same_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "runtime", "generate"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "error: no prompts" in done.stderr
