@@ -259,7 +259,6 @@ def _answer(engine: Engine, prompts: list[str], params: SamplingParams, chat: bo
 def _print_totals(engine: Engine, answers: Sequence[Completion], seconds: float, out: Console) -> None:
     tokens = sum(len(answer.token_ids) for answer in answers)
     stats = engine.stats()
-    rate = f"{tokens / seconds:.1f} tokens/s"
     out.print(
         f"{len(answers)} answer{'s' * (len(answers) != 1)}, {tokens} tokens in {seconds:.2f} s: {rate}; start-up took {engine.startup_seconds:.1f} s"
     )

@@ -27,7 +27,7 @@ class SamplingParams(BaseModel):
     top_k: int = Field(0, ge=0, lt=2**31, description="draw from the k most likely tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set of tokens whose probabilities reach p")
     max_tokens: int = Field(128, ge=1, description="tokens to generate at most")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="of the draws; without one the request's number is taken, so a run can be repeated")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="of the draws; without one it is the request's number")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)] = Field(
         (), description="strings that end the answer; they are not part of its text"
     )
