@@ -259,9 +259,9 @@ def _answer(engine: Engine, prompts: list[str], params: SamplingParams, chat: bo
 def _print_totals(engine: Engine, answers: Sequence[Completion], seconds: float, out: Console) -> None:
     tokens = sum(len(answer.token_ids) for answer in answers)
     stats = engine.stats()
-    out.print(
-        f"{len(answers)} answer{'s' * (len(answers) != 1)}, {tokens} tokens in {seconds:.2f} s: {rate}; start-up took {engine.startup_seconds:.1f} s"
-    )
+    plural = "" if len(answers) == 1 else "s"
+    out.print(f"{len(answers)} answer{plural}, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+    out.print(f"start-up: {engine.startup_seconds:.1f} s")
     table = Table("mode", "steps", "share", "by size", title="steps by mode", title_justify="left")
     steps = stats["modes"]["steps"]
     for mode, by_size in steps.items():
