@@ -224,7 +224,7 @@ class _Capture:
         self.segments.append(call)
         for _, t in new:
             self.origins[_base(t)] = _Origin("splitting op", f"{op} (copied)", segment)
-        for t in _written(op, args, kwargs):
+        for t in written_arguments(op, args, kwargs):
             self._wrote(t)
             origin = self.origins.get(_base(t))
             if origin and origin.owner in ("piece", "splitting op"):
@@ -267,7 +267,7 @@ class _Capture:
                     )
         if kind == "split":
             return
-        for t in _written(op, args, kwargs):
+        for t in written_arguments(op, args, kwargs):
             self._wrote(t)
         inputs = {_base(t) for t in _tensors((args, kwargs))}
         for t in _tensors(output):
@@ -355,7 +355,7 @@ def _named_tensors(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, torch
             yield name, t
 
 
-def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_arguments(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Arguments that the op's schema declares as written."""
     if op is None or not op._schema.is_mutable:
         return []

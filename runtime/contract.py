@@ -9,7 +9,8 @@ one): if a real row changes, the module mixes rows, and it is only served at exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.arena import Arena
-from runtime.capture import CapturedStep
+from runtime.capture import CapturedStep, written_arguments
 from runtime.graph import CaptureError, Pool
 from runtime.outputs import OutputDims, cut_to_real
 
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
-_RESTORED_BYTES = 256 << 20  # persistent tensors up to this size are put back where a step that is run twice differs from one run once
+RESTORED_BYTES = 256 << 20  # persistent tensors up to this size are put back where a step that is run twice differs from one run once
 
 
 @dataclass
@@ -51,7 +52,7 @@ def prove(
         problem = _compare(step, reference, given, arena, dims, pool, mutated, {})
         if problem and step.written:
             # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
-            small = {n: t for n, t in step.written.items() if t.nbytes <= _RESTORED_BYTES}
+            small = {n: t for n, t in step.written.items() if t.nbytes <= RESTORED_BYTES}
             problem = _compare(step, reference, given, arena, dims, pool, mutated, small)
         if problem:
             raise CaptureError(f"{name}: {problem}")
@@ -136,6 +137,37 @@ def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: O
     if (i := _first_difference(plain, filled)) is not None:
         return f"output {i}: real rows change with what new memory holds, so an op reads rows that no op has written"
     return ""
+
+
+def written_state(module: Call, given: Inputs, arena: Arena, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which of the state the module writes, as far as its ops declare."""
+    by_storage = {t.untyped_storage()._cdata: name for name, t in state.items()}
+    with _Writes() as writes:
+        module(given.load(arena))
+    return {by_storage[cdata]: state[by_storage[cdata]] for cdata in writes.storages if cdata in by_storage}
+
+
+@contextmanager
+def kept(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put state of a moderate size back as it was before."""
+    saved = {name: t.clone() for name, t in state.items() if t.nbytes <= RESTORED_BYTES}
+    try:
+        yield
+    finally:
+        for name, t in saved.items():
+            state[name].copy_(t)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages of arguments that ops declare as written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.storages |= {t.untyped_storage()._cdata for t in written_arguments(func, args, kwargs or {})}
+        return func(*args, **(kwargs or {}))
 
 
 class _FillEmpty(TorchDispatchMode):

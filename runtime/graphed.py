@@ -30,7 +30,7 @@ from runtime.graph import CaptureError
 from runtime.measure import CostTable, fingerprint
 from runtime.outputs import Borrowed
 from runtime.plan import Plan
-from runtime.steps import Captured, KeySteps, Representative, Steps
+from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
 from runtime.warmup import Progress, capture_all, measure_all, publish, resized, warm_up
 
 MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
@@ -45,7 +45,7 @@ def graphed(
     *,
     dynamic: Dynamic = _DYNAMIC,
     pad: Mapping[str, float | int | str] = _PAD,
-    bounds: Mapping[str, int] | None = None,
+    bounds: Mapping[str, Bound] | None = None,
     static: Iterable[str] = (),
     borrow: bool = False,
 ) -> GraphedModule:
@@ -55,7 +55,8 @@ def graphed(
         "seqs+1". The first name given is the size of a step. Nested tensors are named "batch.ids", "caches.0.1".
     pad: argument -> what its padding rows hold: a number (default 0) or "last" (its last real row, for offsets). Entries for
         arguments that the module does not have are refused, except the default.
-    bounds: the largest value of another named size; at token size N it is padded to min(N, bound).
+    bounds: the largest value of another named size; at token size N it is padded to min(N, bound). A function of (N, host values)
+        where it depends on them: with q tokens a sequence ``{"seqs": lambda tokens, host: tokens // host["q"]}``.
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
     borrow: outputs are the graph's own memory, not copies; using one after a later step has overwritten it raises.
     """
@@ -72,7 +73,7 @@ class GraphedModule(torch.nn.Module):
         *,
         dynamic: Dynamic,
         pad: Mapping[str, Any],
-        bounds: Mapping[str, int],
+        bounds: Mapping[str, Bound],
         static: Iterable[str],
         borrow: bool,
     ) -> None:
@@ -226,7 +227,12 @@ class GraphedModule(torch.nn.Module):
                 if self.config.graph.capture == "lazy":
                     self._note_hot(key, call)
                 return self._run_eager(key, call, illegal)
-            return self._replay(key, key.captured[decision.mode, decision.size], call)
+            if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
+                self._moved(moved)
+            captured = key.captured.get((decision.mode, decision.size))
+            if captured is None:  # the capture that the moved weight made necessary has failed
+                return self._run_eager(key, call, illegal)
+            return self._replay(key, captured, call)
 
     def _text(self, host: tuple[Any, ...]) -> str:
         text = self._texts.get(host)
@@ -238,17 +244,9 @@ class GraphedModule(torch.nn.Module):
         """What was timed as eager: the callable that the graphs were captured from. The module, where that is not made for the call."""
         device = key.arena.device
         tensors = {n: t if t.device == device else t.to(device, non_blocking=True) for n, t in call.tensors.items()}
-        if not illegal and call.sizes[self._binding.token]:
-            return key.call(tensors)
-        args, kwargs = self._binding.build(tensors, call.host)
-        return self.module(*args, **kwargs)
+        return key.module_call(tensors) if illegal else key.eager(tensors)
 
     def _replay(self, key: KeySteps, captured: Captured, call: Call) -> Any:
-        steps = self._steps
-        assert steps is not None
-        if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
-            self._moved(moved)
-            return self(*self._binding.build(call.tensors, call.host)[0], **self._binding.build(call.tensors, call.host)[1])
         real, padded = call.sizes, captured.padded
         values = call.tensors if not key.static else {n: t for n, t in call.tensors.items() if n in key.specs}
         views = key.arena.load(values, real, padded)
@@ -376,6 +374,16 @@ def _replayed_since(captured: Captured, now: int) -> bool:
     return captured.replays != now
 
 
+def _shared_memory(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The first two arguments over one storage, or "". Copies of them would no longer overlap as they do."""
+    seen: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        other = seen.setdefault(tensor.untyped_storage()._cdata, name)
+        if other != name:
+            return f"{other} and {name}"
+    return ""
+
+
 def _illegal(key: KeySteps, call: Call) -> str:
     """Why no graph of this key may serve the call, or ""."""
     for name, spec in key.specs.items():
@@ -386,6 +394,10 @@ def _illegal(key: KeySteps, call: Call) -> str:
         for n, wanted in zip(tensor.shape, spec.shape, strict=True):
             if wanted.__class__ is int and n != wanted:
                 return f"{name}: the graphs take {[str(d) for d in spec.shape]}, got {list(tensor.shape)}"
+    if key.alike and len({call.sizes[name] for name in key.alike}) > 1:
+        return f"the outputs do not tell which of {list(key.alike)} they follow, and they differ: {call.sizes}"
+    if key.writes_arguments and (shared := _shared_memory(call.tensors)):
+        return f"{shared} share memory and the module writes its arguments"
     for name, tensor in key.static.items():
         given = call.tensors[name]
         if given.data_ptr() != tensor.data_ptr() or given.shape != tensor.shape or given.stride() != tensor.stride():

@@ -7,7 +7,8 @@ by running the callable on fake tensors with one size changed at a time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,70 +71,83 @@ def probe_outputs(
     call: Callable[[Mapping[str, torch.Tensor]], Any],
     specs: Mapping[str, InputSpec],
     device: torch.device,
-    largest: Mapping[str, int],
-    observe: Callable[[], tuple[Any, Mapping[str, int]]],
-) -> OutputDims:
-    """The dynamic dimensions of every output. call: runs the callable on tensors by name.
+    names: Sequence[str],
+    samples: Sequence[Mapping[str, int]],
+    run: Callable[[int], Any],
+) -> tuple[OutputDims, tuple[str, ...]]:
+    """The dynamic dimensions of every output, and the names that could not be told apart: a call in which these differ may not
+    use a graph.
 
-    observe: makes a real run and gives its outputs and sizes, for a callable with an op that has no fake implementation; then a
-    dimension is taken for the size that it equals. Raises CaptureError for an output that padding would scramble.
+    call: runs the callable on tensors by name. names: the named sizes. First each size is changed by itself; a module that wants
+    sizes to belong together (a decode step has one token a sequence) refuses that, then the samples' sizes are used.
+    samples: sizes of representative steps. run: runs one of them for real, for a callable with an op without a fake implementation.
+    Raises CaptureError for an output that padding would scramble.
     """
+    # Sizes that differ from each other and from most constants, so that a changed dimension names its size.
+    apart = dict(zip(names, itertools.count(7, 4), strict=False))
+    attempts: list[tuple[Sequence[Mapping[str, int]], Callable[[int], Any] | None]] = [
+        ([apart, *({**apart, name: apart[name] + 2} for name in names)], None),
+        (samples, None),
+        (samples, run),
+    ]
+    for sizes, real in attempts:
+        try:
+            with torch.no_grad() if real else _fake_mode():
+                runs = [_shapes(real(i) if real else call(_empty(specs, device, at))) for i, at in enumerate(sizes)]
+        except Exception:
+            if real:
+                raise
+            continue
+        return _dims(runs, sizes, names)
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def _fake_mode() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # Sizes that differ from each other and from most constants, so that a changed dimension names its size.
-    base = dict(zip(largest, itertools.count(7, 4), strict=False))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
 
-            def shapes(sizes: Mapping[str, int]) -> list[tuple[int, ...] | None]:
-                made = {n: torch.empty(s.sized(sizes), dtype=s.dtype, device=device) for n, s in specs.items()}
-                return [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in pytree.tree_leaves(call(made))]
 
-            first = shapes(base)
-            grown = {name: shapes({**base, name: base[name] + 2}) for name in base}
-    except Exception as error:
-        return _by_value(*observe(), error)
+def _empty(specs: Mapping[str, InputSpec], device: torch.device, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    return {n: torch.empty(s.sized(sizes), dtype=s.dtype, device=device) for n, s in specs.items()}
+
+
+def _shapes(outputs: Any) -> list[tuple[int, ...] | None]:
+    return [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in pytree.tree_leaves(outputs)]
+
+
+def _dims(
+    runs: Sequence[Sequence[tuple[int, ...] | None]], sizes: Sequence[Mapping[str, int]], names: Sequence[str]
+) -> tuple[OutputDims, tuple[str, ...]]:
+    """Which size each dimension follows: the first one that it exceeds by the same amount in every run."""
     dims: OutputDims = []
-    for i, shape in enumerate(first):
-        if shape is None:
+    alike: tuple[str, ...] = ()
+    for i, first in enumerate(runs[0]):
+        shapes = [run[i] for run in runs]
+        if first is None:
             dims.append(None)
             continue
+        if any(shape is None or len(shape) != len(first) for shape in shapes):
+            raise CaptureError(f"output {i}: its rank changes with the sizes of the step, so it cannot be cut to the real rows")
         found: dict[int, Dim] = {}
-        for name, others in grown.items():
-            other = others[i]
-            if other is None or len(other) != len(shape):
-                raise CaptureError(f"output {i}: its rank changes with {name}, so it cannot be cut to the real rows")
-            for axis, (small, big) in enumerate(zip(shape, other, strict=True)):
-                if big == small:
-                    continue
-                if big - small != 2 or axis in found or small < base[name]:
-                    raise CaptureError(
-                        f"output {i}: dimension {axis} is {small} at {base[name]} {name} and {big} at {base[name] + 2}; only an output "
-                        f"with one row for each of {name} can be cut to the real rows. Reshape it so, or return it from outside the module"
-                    )
-                found[axis] = Dim(name, small - base[name])
-        dims.append(found)
-    return dims
-
-
-def _by_value(outputs: Any, sizes: Mapping[str, int], error: Exception) -> OutputDims:
-    dims: OutputDims = []
-    for i, leaf in enumerate(pytree.tree_leaves(outputs)):
-        if not isinstance(leaf, torch.Tensor):
-            dims.append(None)
-            continue
-        found: dict[int, Dim] = {}
-        for axis, value in enumerate(leaf.shape):
-            names = [name for name, size in sizes.items() if size == value and axis == 0]
-            if len(names) > 1:
+        for axis in range(len(first)):
+            values = [shape[axis] for shape in shapes if shape is not None]
+            if len(set(values)) == 1:
+                continue
+            extra = {name: [value - at[name] for value, at in zip(values, sizes, strict=True)] for name in names}
+            follows = [name for name, differences in extra.items() if len(set(differences)) == 1 and differences[0] >= 0]
+            if not follows:
+                shown = ", ".join(f"{value} at {dict(at)}" for value, at in zip(values, sizes, strict=True))
                 raise CaptureError(
-                    f"output {i}: dimension {axis} is {value}, which could be any of {names}, and the module does not run on fake tensors "
-                    f"({type(error).__name__}: {error}); register a fake implementation of its ops, or warm up with sizes that differ"
-                ) from error
-            if names:
-                found[axis] = Dim(names[0])
+                    f"output {i}: dimension {axis} is {shown}; only an output with one row for each of a named size can be cut to the "
+                    "real rows. Reshape it so, or return it from outside the module"
+                )
+            alike = alike if len(follows) == 1 else tuple(follows)
+            found[axis] = Dim(follows[0], values[0] - sizes[0][follows[0]])
         dims.append(found)
-    return dims
+    return dims, alike
 
 
 def cut_to_real(outputs: Any, dims: OutputDims, real: Mapping[str, int]) -> Any:

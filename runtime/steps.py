@@ -17,13 +17,16 @@ from runtime.arena import Arena, InputSpec
 from runtime.binding import Binding, Call, key_text
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import Inputs, differs_from_module, prove, rows_mix
+from runtime.contract import RESTORED_BYTES, Inputs, differs_from_module, kept, prove, rows_mix, written_state
 from runtime.graph import CaptureError
 from runtime.outputs import OutputDims, probe_outputs
 from runtime.persistent import Persistent
 from runtime.split import resolve_ops
+from runtime.trace import BindError
 
 NamedCall = Callable[[Mapping[str, torch.Tensor]], Any]
+Bound = int | Callable[[int, dict[str, Any]], int]
+"""The largest value of a named size: a number, or a function of the step's size and its host values."""
 Representative = Callable[[int], "Call | None"]
 """A representative call of a size; None: this size does not occur with this key."""
 
@@ -51,11 +54,22 @@ class KeySteps:
     representative: Representative
     static: dict[str, torch.Tensor]
     example: Call
+    alike: tuple[str, ...]
+    """Named sizes that must be equal in a call for a graph to serve it: the outputs do not tell which of them they follow."""
+    writes_arguments: bool = False
     checked: bool = False
     """Whether padding has been found harmless or not."""
     exact: bool = False
+
     captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
     dropped: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def eager(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Uncaptured: the callable that is captured, or the module where compiled code is not made for these sizes."""
+        try:
+            return self.call(tensors)
+        except BindError:
+            return self.module_call(tensors)
 
 
 class Steps:
@@ -65,7 +79,7 @@ class Steps:
         config: RuntimeConfig,
         binding: Binding,
         pad: Mapping[str, Any],
-        bounds: Mapping[str, int],
+        bounds: Mapping[str, Bound],
         static: Iterable[str],
         device: torch.device,
     ) -> None:
@@ -80,10 +94,14 @@ class Steps:
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------
 
-    def padded(self, size: int) -> dict[str, int]:
-        """Every named size of a graph of ``size`` tokens: all that can occur with so many."""
-        token = self.binding.token
-        return {name: size if name == token else min(size, self.bounds.get(name, size)) for name in self.binding.size_names}
+    def padded(self, size: int, host: tuple[Any, ...]) -> dict[str, int]:
+        """Every named size of a graph of ``size`` tokens: all that can occur with so many, at most the bound."""
+        values = {name: value for name, _, value in host}
+        sizes = {}
+        for name in self.binding.size_names:
+            bound = self.bounds.get(name, size)
+            sizes[name] = size if name == self.binding.token else min(size, bound(size, values) if callable(bound) else bound)
+        return sizes
 
     # -- keys -----------------------------------------------------------------------------------------------------------------
 
@@ -97,10 +115,13 @@ class Steps:
                 where = {axis % tensor.ndim: dim for axis, dim in self.binding.dims.get(name, {}).items()}
                 shape = tuple(where.get(axis, n) for axis, n in enumerate(tensor.shape))
                 specs[name] = InputSpec(name, shape, tensor.dtype, self.pad.get(name, 0))
-        arena = Arena(specs.values(), self.padded(max_tokens), self.device)
+        arena = Arena(specs.values(), self.padded(max_tokens, example.host), self.device)
         module_call, call = self._on_named(self.module, example, static), self._on_named(self._compiled(example), example, static)
-        dims = probe_outputs(module_call, specs, self.device, arena.largest, lambda: self._observe(module_call, example))
-        key = KeySteps(example.host, key_text(example.host), specs, arena, call, module_call, dims, representative, static, example)
+        samples = self._samples(representative, max_tokens)
+        run = lambda i: module_call({n: t.to(self.device) for n, t in samples[i].tensors.items() if n in specs})
+        dims, alike = probe_outputs(module_call, specs, self.device, self.binding.size_names, [s.sizes for s in samples], run)
+        text = key_text(example.host)
+        key = KeySteps(example.host, text, specs, arena, call, module_call, dims, representative, static, example, alike)
         self.keys[example.host] = key
         return key
 
@@ -108,7 +129,7 @@ class Steps:
         build, host = self.binding.build, example.host
 
         def call(tensors: Mapping[str, torch.Tensor]) -> Any:
-            args, kwargs = build({**tensors, **static}, host)
+            args, kwargs = build({**static, **tensors}, host)
             return fn(*args, **kwargs)
 
         return call
@@ -119,10 +140,10 @@ class Steps:
             key.call = self._on_named(self._compiled(key.example), key.example, key.static)
             key.checked = key.exact = False
 
-    def _observe(self, module_call: Callable[..., Any], example: Call) -> tuple[Any, dict[str, int]]:
-        tensors = {n: t.to(self.device) for n, t in example.tensors.items() if n not in self.static}
-        with torch.no_grad():
-            return module_call(tensors), example.sizes
+    def _samples(self, representative: Representative, max_tokens: int) -> list[Call]:
+        """Representative steps of a few sizes, for the shapes of the outputs."""
+        calls = [call for size in range(min(max_tokens, 12), 0, -1) if (call := representative(size)) is not None]
+        return calls or [call for call in [representative(max_tokens)] if call is not None]
 
     def _compiled(self, example: Call) -> Callable[..., Any]:
         """The callable to capture: the module itself, or what runtime/backend.py makes of it."""
@@ -134,7 +155,10 @@ class Steps:
         tensors = {n: t.to(self.device) for n, t in example.tensors.items()}
         args, kwargs = self.binding.build(tensors, example.host)
         dynamic = {name: {axis: str(dim) for axis, dim in dims.items()} for name, dims in self.binding.dims.items() if name in tensors}
-        return compile_callable(self.module, args, kwargs, compile, dynamic)
+        compiled = compile_callable(self.module, args, kwargs, compile, dynamic)
+        for note in compiled.report.notes:
+            self.remark(note)
+        return compiled
 
     # -- one step -------------------------------------------------------------------------------------------------------------
 
@@ -145,7 +169,7 @@ class Steps:
             call = key.representative(n) if n == size or not key.exact else None
             if call is not None:
                 values = {name: t for name, t in call.tensors.items() if name in key.specs}
-                sets.append(Inputs(values, call.sizes, self.padded(size)))
+                sets.append(Inputs(values, call.sizes, self.padded(size, key.host)))
         return sets
 
     def capture(self, key: KeySteps, mode: str, size: int) -> Captured:
@@ -163,6 +187,8 @@ class Steps:
             callers={**views, **key.static},
             persistent=self.persistent.tensors(),
         )
+        step.written |= {name: key.static[name] for name in step.mutated if name in key.static}
+        step.mutated -= frozenset(key.static)
         try:
             if mode == "piecewise" and len(step.segments) == 1:
                 ops = ", ".join(self.config.compile.splitting_ops) or "none is configured"
@@ -171,7 +197,8 @@ class Steps:
         except BaseException:
             step.reset()
             raise
-        captured = Captured(step, mutated, self.padded(size))
+        captured = Captured(step, mutated, self.padded(size, key.host))
+        key.writes_arguments |= bool(mutated)
         key.captured[mode, size] = captured
         key.dropped.pop((mode, size), None)
         return captured
@@ -182,8 +209,19 @@ class Steps:
         if key.checked or not padded:
             return
         key.checked = True
-        why = rows_mix(key.call, key.module_call, padded[-1], key.arena, key.dims, self.pad)
-        why = why or differs_from_module(key.call, key.module_call, padded[-1], key.arena, key.dims)
+        given = padded[-1]
+        written = written_state(key.module_call, given, key.arena, self.persistent.tensors() | key.static)
+        large = sorted(name for name, t in written.items() if t.nbytes > RESTORED_BYTES)
+        if large and not self.pad:
+            self.remark(
+                f"padding was not shaken: the step writes {large[0]}, which is too large to be put back, and no padding value is declared "
+                "that keeps padding rows from writing"
+            )
+            why = ""
+        else:
+            with kept(written):
+                why = rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
+        why = why or differs_from_module(key.call, key.module_call, given, key.arena, key.dims)
         if why:
             key.exact = True
             self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))

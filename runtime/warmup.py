@@ -23,7 +23,7 @@ def resized(example: Call, steps: Steps, size: int) -> Call:
 
     Offsets (inputs padded with "last") are cut to what the step still holds.
     """
-    binding, padded = steps.binding, steps.padded(size)
+    binding, padded = steps.binding, steps.padded(size, example.host)
     real = {name: min(value, padded[name]) for name, value in example.sizes.items()}
     tensors = {}
     for name, tensor in example.tensors.items():
@@ -106,7 +106,7 @@ def runs_at(steps: Steps, key: KeySteps, size: int) -> dict[str, Callable[[], ob
     inputs = steps.inputs(key, size)[0]
     views = inputs.load(key.arena)
     exact = key.arena.views(inputs.real)
-    runs: dict[str, Callable[[], object]] = {"eager": lambda: key.call(exact)}
+    runs: dict[str, Callable[[], object]] = {"eager": lambda: key.eager(exact)}
     for mode in ("piecewise", "full"):
         captured = key.captured.get((mode, size))
         if captured is not None:

@@ -18,7 +18,9 @@ KEY = "max_query_len=1"
 def dispatcher(costs: dict[tuple[str, int], float | None], eager: dict[int, float] | None = None, *, mode: str = "auto") -> Dispatcher:
     """Captured (mode, size) with their cost in ms; None: captured and not measured."""
     table = CostTable({})
-    table.ms = {(KEY, m, s): ms for (m, s), ms in costs.items() if ms is not None} | {(KEY, "eager", s): ms for s, ms in (eager or {}).items()}
+    table.ms = {(KEY, m, s): ms for (m, s), ms in costs.items() if ms is not None} | {
+        (KEY, "eager", s): ms for s, ms in (eager or {}).items()
+    }
     made = Dispatcher(table, mode=mode)
     made.keys[KEY] = Candidates({at: {"tokens": at[1], "seqs": min(at[1], 4)} for at in costs})
     return made

@@ -94,7 +94,7 @@ def test_histogram_files(tmp_path: Path) -> None:
     assert load_histogram(as_json) == load_histogram(as_lines) == {3: 2.0, 8: 1.0}
     for content in ("", "three", '{"3": "x"}', '{"-3": 1}'):
         as_json.write_text(content)
-        with pytest.raises(ValueError, match="graph.histogram"):
+        with pytest.raises(ValueError, match=r"graph\.histogram"):
             load_histogram(as_json)
     with pytest.raises(ValueError, match="cannot be read"):
         load_histogram(tmp_path / "none")
