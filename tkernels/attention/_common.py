@@ -31,18 +31,23 @@ def read(ptr):
 
 
 @triton.jit
-def token_slots(table_ptr, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, slot in it) of the tokens ``start + offs_n``, both int64: page · stride passes 2**31 in a cache of a few GB.
+def token_slots(table_row, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(page, slot in the page) of the tokens ``start + offs_n``; start is a multiple of BLOCK_N.
 
     ``last`` is the last valid token; later ones take its page, so that no page id beyond it is read (a padded table holds -1 there).
+    page is int64: page · stride passes 2**31 in a cache of a few GB. slot is int32, and where pages divide blocks it does not depend
+    on ``start``, so that offsets inside a page leave the loop: 64-bit arithmetic for every token costs more than the softmax.
     """
     if PAGE % BLOCK_N == 0:  # a block of keys lies in one page
         index = tl.minimum(start, last) // PAGE
         slot = start % PAGE + offs_n
+    elif BLOCK_N % PAGE == 0:
+        index = tl.minimum(start + offs_n, last) // PAGE
+        slot = offs_n % PAGE
     else:
         index = tl.minimum(start + offs_n, last) // PAGE
         slot = (start + offs_n) % PAGE
-    return read(table_ptr + index).to(tl.int64), slot.to(tl.int64)
+    return read(table_row + index).to(tl.int64), slot
 
 
 @triton.jit
@@ -53,16 +58,19 @@ def cap_logits(s, softcap):
 
 
 @triton.jit
-def merge_states(m, l, acc, mb, lb, accb):
-    """Fold the state (mb, lb, accb) into (m, l, acc). Rows: m [M], l [M, L], acc [M, D].
+def merge_states(m, l, acc, mb, lb, accb, AXIS: tl.constexpr):
+    """Fold the state (mb, lb, accb) into (m, l, acc): m, l [M]; acc [M, D], or [D, M] with AXIS 0.
 
-    Explicit fma, so that every place that folds gives the same bits. Folding into the empty state copies exactly.
+    AXIS: the axis of acc along which its m and l are repeated. Explicit fma, so that every place that folds gives the same bits.
+    Folding into the empty state copies exactly.
     """
     m_new = tl.maximum(m, mb)
     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # two empty states: not exp2(-inf + inf)
-    a = tl.math.exp2(m - base)[:, None]
-    b = tl.math.exp2(mb - base)[:, None]
-    return m_new, tl.fma(l, tl.broadcast_to(a, l.shape), lb * b), tl.fma(acc, tl.broadcast_to(a, acc.shape), accb * b)
+    a = tl.math.exp2(m - base)
+    b = tl.math.exp2(mb - base)
+    l = tl.fma(l, a, lb * b)
+    a = tl.broadcast_to(tl.expand_dims(a, AXIS), acc.shape)
+    return m_new, l, tl.fma(acc, a, accb * tl.expand_dims(b, AXIS))
 
 
 @triton.jit

@@ -44,6 +44,7 @@ class Inputs(NamedTuple):
     capacity: int  # keys that a row of the table addresses; longer lengths are cut there
     compute: Any  # dtype of the matrix products
     normalise_q: bool
+    same_strides: bool  # of k_cache and v_cache
 
 
 def check_inputs(
@@ -87,6 +88,8 @@ def check_inputs(
                 f"{name}: expected {str(q.dtype).removeprefix('torch.')} like q, or float8_e4m3fn, got {_checks.describe(cache)}"
             )
         _checks.check_last_stride(name, cache)
+        if page_size * cache.stride(1) >= 1 << 31:
+            raise ValueError(f"{name}: expected a page to span fewer than 2**31 elements, got strides {list(cache.stride())}")
     _checks.check_last_stride("q", q)
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache: expected {k_cache.dtype} like k_cache, got {v_cache.dtype}")
@@ -126,6 +129,7 @@ def check_inputs(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks,
         k_scale, v_scale, v_factor, _scale_stride("k_scale", k_scale, kv_heads), _scale_stride("v_scale", v_scale, kv_heads),
         heads, kv_heads, dim, page_size, num_seqs, block_table.shape[1] * page_size, compute, fp8 and q.dtype != torch.float32,
+        k_cache.stride() == v_cache.stride(),
     )  # fmt: skip
 
 

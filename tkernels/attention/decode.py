@@ -10,8 +10,8 @@ Two launches whatever the batch holds, so one captured graph serves every length
 **The arithmetic of a sequence is a tree fixed by its own length (and window and query length) alone**: blocks of BLOCK_N keys are
 folded left to right into leaves (1, 2, 4, … blocks, so that there are at most _LEAVES), 8 leaves into a branch, at most 8 branches
 into the row. Only *where the ranges are cut* (between leaves) depends on the batch, and the combine repeats the same folds with the
-same operations in the same order. The row sum is a matrix product with ones, so that its order does not depend on how many rows a
-tile has. Hence the bits of a row are the same alone, in any batch, padded or not, and in every bucket of ``max_query_len``.
+same operations in the same order. Keys are the rows of both products and query rows the columns, and nothing mixes columns. Hence the
+bits of a row are the same alone, in any batch, padded or not, and in every bucket of ``max_query_len``.
 
 Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device.
 It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move.
@@ -44,8 +44,7 @@ def _plan(length, query_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.const
     if HAS_WINDOW:
         first = tl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = tl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
-    most = tl.where(query_len > 1, LEAVES_MULTI, LEAVES)
-    leaf = (blocks + most - 1) // most - 1  # rounded up to a power of two
+    leaf = tl.where(query_len > 1, (blocks - 1) // LEAVES_MULTI, (blocks - 1) // LEAVES)  # rounded up to a power of two
     leaf |= leaf >> 1
     leaf |= leaf >> 2
     leaf |= leaf >> 4
@@ -66,7 +65,7 @@ def _decode_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
     LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     if PDL:
@@ -120,18 +119,18 @@ def _decode_kernel(
     q_head = q_ptr + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
     k_head = k_ptr + head.to(tl.int64) * stride_kh
     v_head = v_ptr + head.to(tl.int64) * stride_vh
-    ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(COMPUTE)
+    v_stride_n = stride_kn if SAME_STRIDES else stride_vn
 
     opened = 0  # leaves of the cut sequence that begins in this range, and which one it is
     opened_s = 0
     m1 = tl.full([BLOCK_M], float("-inf"), tl.float32)  # state of the leaf, of the branch, of the row
-    l1 = tl.zeros([BLOCK_M, 16], tl.float32)  # 16 equal columns
-    acc1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    p1 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # not yet summed over the keys of a block
+    acc1 = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     m2 = m1
-    l2 = l1
+    l2 = tl.zeros([BLOCK_M], tl.float32)
     acc2 = acc1
     m3 = m1
-    l3 = l1
+    l3 = l2
     acc3 = acc1
     for x in tl.range(x_begin, x_end, num_stages=STAGES):
         # the sequence that holds block x, and the blocks before it
@@ -151,47 +150,49 @@ def _decode_kernel(
         if HAS_WINDOW:  # pages before the window may have been freed
             seen = seen & (offs_k > length - query_len - window)
         page, slot = token_slots(table_ptr + s.to(tl.int64) * stride_bt, start, offs_n, length - 1, PAGE, BLOCK_N)
-        k_tokens = k_head + (page * stride_kp + slot * stride_kn)
-        v_tokens = v_head + (page * stride_vp + slot * stride_vn)
+        k_pages = page * stride_kp
+        v_pages = k_pages if SAME_STRIDES else page * stride_vp
         mask_kv = seen[:, None]
+        mask_vt = seen[None, :]
         mask_q = mask_m[:, None]
         if BLOCK_D != DIM:
             mask_kv = mask_kv & mask_d[None, :]
+            mask_vt = mask_vt & mask_d[:, None]
             mask_q = mask_q & mask_d[None, :]
         q = tl.load(q_head + rows[:, None] * stride_qt, mask=mask_q, other=0.0)
-        k = tl.load(k_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
-        v = tl.load(v_tokens[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(COMPUTE)
+        k = tl.load((k_head + k_pages)[:, None] + (slot[:, None] * stride_kn + offs_d[None, :]), mask=mask_kv, other=0.0).to(COMPUTE)
+        v = tl.load((v_head + v_pages)[None, :] + (slot[None, :] * v_stride_n + offs_d[:, None]), mask=mask_vt, other=0.0).to(COMPUTE)
 
         qk_scale = scale
         if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
             largest = tl.max(tl.abs(q.to(tl.float32)), 1)
             largest = tl.where(largest > 0.0, largest, 1.0)
             q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
-            qk_scale = (largest * scale)[:, None]
-        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * qk_scale
+            qk_scale = (largest * scale)[None, :]
+        logits = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * qk_scale
         if HAS_SOFTCAP:
             logits = cap_logits(logits, softcap)
-        visible = seen[None, :]
+        visible = seen[:, None]
         if CAUSAL and QUERIES > 1:
             position = length - query_len + token_m
-            visible = visible & (offs_k[None, :] <= position[:, None])
+            visible = visible & (offs_k[:, None] <= position[None, :])
             if HAS_WINDOW:
-                visible = visible & (offs_k[None, :] > position[:, None] - window)
+                visible = visible & (offs_k[:, None] > position[None, :] - window)
         logits = tl.where(visible, logits, float("-inf"))
-        m_new = tl.maximum(m1, tl.max(logits, 1))
+        m_new = tl.maximum(m1, tl.max(logits, 0))
         m_base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
-        p = cast(tl.math.exp2(logits - m_base[:, None]), COMPUTE)
-        a = tl.math.exp2(m1 - m_base)[:, None]
+        p = tl.math.exp2(logits - m_base[None, :])
+        a = tl.math.exp2(m1 - m_base)[None, :]
         m1 = m_new
-        l1 = dot(p, ones, l1 * a)
-        acc1 = dot(p, v, acc1 * a)
+        p1 = p1 * a + p
+        acc1 = dot(v, cast(p, COMPUTE), acc1 * a)
 
         done = x - base + 1
         if ((done & (leaf - 1)) == 0) | (done == share):
-            m2, l2, acc2 = merge_states(m2, l2, acc2, m1, l1, acc1)
+            m2, l2, acc2 = merge_states(m2, l2, acc2, m1, tl.sum(p1, 0), acc1, 0)
             m1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l1 = tl.zeros([BLOCK_M, 16], tl.float32)
-            acc1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            p1 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc1 = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
             # a branch that this range holds whole is folded here, one that is cut leaves its leaves
             is_cut = (base < x_begin) | (base + share > x_end)
             branch = leaf * BRANCH
@@ -199,10 +200,10 @@ def _decode_kernel(
             branch_end = tl.minimum(branch_begin + branch, share)
             inside = (base + branch_begin >= x_begin) & (base + branch_end <= x_end)
             if (done == branch_end) | (inside == 0):
-                m3, l3, acc3 = merge_states(m3, l3, acc3, m2, l2, acc2)
+                m3, l3, acc3 = merge_states(m3, l3, acc3, m2, l2, acc2, 0)
                 m2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                l2 = tl.zeros([BLOCK_M, 16], tl.float32)
-                acc2 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                l2 = tl.zeros([BLOCK_M], tl.float32)
+                acc2 = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
                 if is_cut | (done == share):
                     if is_cut:
                         if BY_RANGE:  # the range that holds the sequence's first block names the workspace, else the sequence
@@ -213,14 +214,14 @@ def _decode_kernel(
                         leaf_index = tl.where(inside, branch_begin, done - 1) // leaf
                         at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + leaf_index) * (TILES * BLOCK_M) + offs_m
                         tl.store(state_ptr + at * 4, m3, mask=mask_m)
-                        tl.store(state_ptr + at * 4 + 1, tl.max(l3, 1), mask=mask_m)
+                        tl.store(state_ptr + at * 4 + 1, l3, mask=mask_m)
                         tl.store(state_ptr + at * 4 + 2, tl.where(inside, 1.0, 0.0) + m3 * 0.0, mask=mask_m)
-                        tl.store(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], acc3, mask=mask_m[:, None])
+                        tl.store(part_ptr + at[None, :] * BLOCK_D + offs_d[:, None], acc3, mask=mask_m[None, :])
                     else:
-                        factor, lse = finish(m3, tl.max(l3, 1), tl.where(length > 0, sink, float("-inf")), v_factor, HAS_SINKS)
-                        out = cast(acc3 * factor[:, None], out_ptr.dtype.element_ty)
-                        out_rows = out_ptr + rows[:, None] * stride_ot + head_m[:, None] * stride_oh
-                        tl.store(out_rows + offs_d[None, :], out, mask=mask_m[:, None] & mask_d[None, :])
+                        factor, lse = finish(m3, l3, tl.where(length > 0, sink, float("-inf")), v_factor, HAS_SINKS)
+                        out = cast(acc3 * factor[None, :], out_ptr.dtype.element_ty)
+                        out_ptrs = out_ptr + rows[None, :] * stride_ot + head_m[None, :] * stride_oh + offs_d[:, None]
+                        tl.store(out_ptrs, out, mask=mask_m[None, :] & mask_d[:, None])
                         if HAS_LSE:
                             tl.store(lse_ptr + rows * stride_lt + head_m * stride_lh, lse, mask=mask_m)
                     if base >= x_begin:
@@ -232,8 +233,8 @@ def _decode_kernel(
                             if tile == 0:
                                 tl.store(cuts_ptr + (s * KV_HEADS + head) * 2, count)
                     m3 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                    l3 = tl.zeros([BLOCK_M, 16], tl.float32)
-                    acc3 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                    l3 = tl.zeros([BLOCK_M], tl.float32)
+                    acc3 = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     if BY_RANGE and tile == 0:
         tl.store(cuts_ptr + (rank * KV_HEADS + head) * 2, opened)
         tl.store(cuts_ptr + (rank * KV_HEADS + head) * 2 + 1, opened_s)
@@ -294,7 +295,7 @@ def _combine_kernel(
         if leaves > 0:
             live = branch * BRANCH < leaves
             m = tl.where(live, m_first, float("-inf"))
-            l = tl.where(live, l_first, 0.0)[:, None]
+            l = tl.where(live, l_first, 0.0)
             acc = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
             for j in tl.static_range(1, BRANCH):
                 live = (branch * BRANCH + j < leaves) & (whole == 0)
@@ -302,16 +303,16 @@ def _combine_kernel(
                 mj = tl.load(state_ptr + at * 4, mask=live, other=float("-inf"))
                 lj = tl.load(state_ptr + at * 4 + 1, mask=live, other=0.0)
                 accj = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
-                m, l, acc = merge_states(m, l, acc, mj, lj[:, None], accj)
+                m, l, acc = merge_states(m, l, acc, mj, lj, accj, 1)
             m_all = tl.full([1], float("-inf"), tl.float32)
-            l_all = tl.zeros([1, 1], tl.float32)
+            l_all = tl.zeros([1], tl.float32)
             acc_all = tl.zeros([1, SLICE_D], tl.float32)
             for i in tl.static_range(BRANCHES):
                 chosen = branch == i
                 mi = tl.max(tl.where(chosen, m, float("-inf")), 0, keep_dims=True)
-                li = tl.sum(tl.where(chosen[:, None], l, 0.0), 0, keep_dims=True)
+                li = tl.sum(tl.where(chosen, l, 0.0), 0, keep_dims=True)
                 acci = tl.sum(tl.where(chosen[:, None], acc, 0.0), 0, keep_dims=True)
-                m_all, l_all, acc_all = merge_states(m_all, l_all, acc_all, mi, li, acci)
+                m_all, l_all, acc_all = merge_states(m_all, l_all, acc_all, mi, li, acci, 1)
             query_head = head * GROUP + m_row % GROUP
             row = (first_row + m_row // GROUP).to(tl.int64)
             if HAS_V_SCALE:
@@ -319,7 +320,7 @@ def _combine_kernel(
             sink = tl.full([1], float("-inf"), tl.float32)
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + query_head + tl.arange(0, 1)).to(tl.float32) * 1.4426950408889634
-            factor, lse = finish(m_all, tl.max(l_all, 1), sink, v_factor, HAS_SINKS)
+            factor, lse = finish(m_all, l_all, sink, v_factor, HAS_SINKS)
             out = cast(acc_all * factor[:, None], out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * stride_ot + query_head * stride_oh + offs_d[None, :], out, mask=(offs_d < DIM)[None, :])
             if HAS_LSE:
@@ -365,7 +366,7 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
         PAGE=x.page_size, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES_MULTI=_LEAVES_MULTI,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,
+        SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,
     )  # fmt: skip
     if owners:
         slice_d = min(64, block_d)

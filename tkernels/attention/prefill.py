@@ -30,13 +30,16 @@ def _block(
     q, m, l, acc, k_head, v_head, table_row, start, low, high, position, qk_scale, softcap, window,
     stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. ``low`` and ``high``: keys outside of them are not even loaded."""
     offs_k = start + offs_n
     page, slot = token_slots(table_row, start, offs_n, high - 1, PAGE, BLOCK_N)
-    k_ptrs = (k_head + (page * stride_kp + slot * stride_kn))[:, None] + offs_d[None, :]
-    v_ptrs = (v_head + (page * stride_vp + slot * stride_vn))[:, None] + offs_d[None, :]
+    k_pages = page * stride_kp
+    v_pages = k_pages if SAME_STRIDES else page * stride_vp
+    v_stride_n = stride_kn if SAME_STRIDES else stride_vn
+    k_ptrs = (k_head + k_pages)[:, None] + (slot[:, None] * stride_kn + offs_d[None, :])
+    v_ptrs = (v_head + v_pages)[:, None] + (slot[:, None] * v_stride_n + offs_d[None, :])
     if MASKED:
         loaded = (offs_k >= low) & (offs_k < high)
         mask_kv = loaded[:, None] & mask_d[None, :]
@@ -80,7 +83,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile; GROUP · TOKENS rows are used
     PAD_D: tl.constexpr = BLOCK_D != DIM
@@ -161,19 +164,19 @@ def _prefill_kernel(
                 m, l, acc = _block(
                     q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                     stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                    PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
+                    PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
                 )  # fmt: skip
         for i in tl.range(full_begin, full_end, num_stages=STAGES):
             m, l, acc = _block(
                 q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                 stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
+                PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
             )  # fmt: skip
         for i in tl.range(full_end, end, num_stages=1):
             m, l, acc = _block(
                 q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                 stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
+                PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
             )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head_m).to(tl.float32) * 1.4426950408889634
@@ -211,5 +214,5 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
-        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
     )  # fmt: skip
