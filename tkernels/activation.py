@@ -14,6 +14,7 @@ import torch
 from tkernels import _checks
 from tkernels._op import define
 from tkernels._triton import cast, tl, triton
+from tkernels.quant import BLOCK, FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
 
 _SILU, _GELU, _GELU_TANH = "silu", "gelu", "gelu_tanh"
 _APPROXIMATE = {"none": _GELU, "tanh": _GELU_TANH}
@@ -64,39 +65,65 @@ def activate(gate, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_inner, stride_go, stride_gi, up_inner, stride_uo, stride_ui, up_offset, num_rows, width,
-    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, scale_ptr, gate_inner, stride_go, stride_gi, up_inner, stride_uo, stride_ui,
+    up_offset, num_rows, width, num_scales,
+    ACT: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows × BLOCK_N columns; column tiles of one row are neighbours, so that reads run through memory in order."""
+    """One program: BLOCK_M rows × BLOCK_N columns; column tiles of one row are neighbours, so that reads run through memory in order.
+    QUANT: "none", "static" or "dynamic" scales of an e4m3 y; a scale's columns are never shared between programs."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     rows = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    offs = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < num_rows) & (offs < width)
+    tile = tl.program_id(0) % tiles_n
+    offs = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask_m = rows < num_rows
+    mask = mask_m & (offs < width)
     # 64-bit: rows * stride passes 2**31 on large prompts
     gate_rows = (rows // gate_inner).to(tl.int64) * stride_go + (rows % gate_inner).to(tl.int64) * stride_gi
     up_rows = (rows // up_inner).to(tl.int64) * stride_uo + (rows % up_inner).to(tl.int64) * stride_ui + up_offset
     gate = tl.load(gate_ptr + gate_rows + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + up_rows + offs, mask=mask, other=0.0).to(tl.float32)
-    y = cast(activate(gate, ACT) * up, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + rows.to(tl.int64) * width + offs, y, mask=mask)
+    y = activate(gate, ACT) * up
+    out = y_ptr + rows.to(tl.int64) * width + offs
+    if QUANT == "none":
+        tl.store(out, cast(y, y_ptr.dtype.element_ty), mask=mask)
+    elif QUANT == "static":
+        tl.store(out, to_fp8(divide(y, tl.load(scale_ptr))), mask=mask)
+    else:
+        codes, scales = quantize_groups(y, mask, GROUP)
+        tl.store(out, codes, mask=mask)
+        store_scales(scale_ptr, rows, scales, tile * (BLOCK_N // GROUP), num_scales, mask_m)
 
 
-def _launch(gate: torch.Tensor, up: torch.Tensor, width: int, up_offset: int, act: str) -> torch.Tensor:
-    """gate and up: [..., ≥ width] seen as rows; up's columns start at up_offset."""
+def launch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    width: int,
+    up_offset: int,
+    act: str,
+    *,
+    scale: torch.Tensor | None = None,
+    block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gate and up: [..., ≥ width] seen as rows; up's columns start at up_offset. Returns y and the scales of a dynamic e4m3 y.
+
+    scale: y is e4m3 by this static scale. block: e4m3 by dynamic ones (0: per row).
+    """
     gate_rows, up_rows = _checks.rows_of("gate" if up is not gate else "x", gate), _checks.rows_of("up" if up is not gate else "x", up)
-    y = torch.empty((*gate.shape[:-1], width), dtype=gate.dtype, device=gate.device)
+    y = torch.empty((*gate.shape[:-1], width), dtype=gate.dtype if scale is None and block is None else FP8, device=gate.device)
+    scales = None if block is None else scales_like(y, width, block)
     if y.numel():
-        block_n = min(_TILE, triton.next_power_of_2(width))
-        block_m = _TILE // block_n if gate_rows.count > 1 else 1
+        block_n, group = tile_of(width, BLOCK if block is None else block, _TILE)
+        block_m = max(1, _TILE // block_n) if gate_rows.count > 1 else 1
         _gated_kernel[(triton.cdiv(gate_rows.count, block_m) * triton.cdiv(width, block_n),)](
-            gate, up, y, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
-            up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width,
-            ACT=act, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+            gate, up, y, scale if block is None else scales, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
+            up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width, num_groups(width, block or 0),
+            ACT=act, QUANT="dynamic" if block is not None else "none" if scale is None else "static", GROUP=group,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=min(32, max(4, block_n // 512)),
         )  # fmt: skip
-    return y
+    return y, scales
 
 
-def _check_packed(x: torch.Tensor, approximate: str = "tanh") -> None:
+def check_packed(x: torch.Tensor, approximate: str = "tanh") -> None:
     _checks.check_float("x", x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"x: expected [..., 2 · width] (gate, then up), got {list(x.shape)}")
@@ -119,23 +146,23 @@ def _check_pair(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh")
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    _check_packed(x)
-    return _launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _SILU)
+    check_packed(x)
+    return launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _SILU)[0]
 
 
 def _gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    _check_packed(x, approximate)
-    return _launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _APPROXIMATE[approximate])
+    check_packed(x, approximate)
+    return launch(x, x, x.shape[-1] // 2, x.shape[-1] // 2, _APPROXIMATE[approximate])[0]
 
 
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     _check_pair(gate, up)
-    return _launch(gate, up, gate.shape[-1], 0, _SILU)
+    return launch(gate, up, gate.shape[-1], 0, _SILU)[0]
 
 
 def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     _check_pair(gate, up, approximate)
-    return _launch(gate, up, gate.shape[-1], 0, _APPROXIMATE[approximate])
+    return launch(gate, up, gate.shape[-1], 0, _APPROXIMATE[approximate])[0]
 
 
 def _fake_packed(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
@@ -145,13 +172,13 @@ def _fake_packed(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 _silu_and_mul_op = define(
     "silu_and_mul(Tensor x) -> Tensor",
     kernel=_silu_and_mul,
-    reference=_checks.checked(_check_packed, silu_and_mul_ref),
+    reference=_checks.checked(check_packed, silu_and_mul_ref),
     fake=_fake_packed,
 )
 _gelu_and_mul_op = define(
     'gelu_and_mul(Tensor x, str approximate="tanh") -> Tensor',
     kernel=_gelu_and_mul,
-    reference=_checks.checked(_check_packed, gelu_and_mul_ref),
+    reference=_checks.checked(check_packed, gelu_and_mul_ref),
     fake=_fake_packed,
 )
 _silu_mul_op = define(

@@ -19,7 +19,7 @@ import torch
 from tkernels import _checks
 from tkernels._op import define
 from tkernels._triton import cast, tl, triton
-from tkernels.quant import FP8, to_fp8, to_fp8_ref
+from tkernels.quant import FP8, divide, to_fp8, to_fp8_ref
 
 _CACHE_DTYPES = (*_checks.FLOATS, FP8)
 
@@ -122,7 +122,7 @@ def _rotate_heads(
             rest = rest * factor * (weight_offset + w_rest)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     if HAS_SCALE:
-        y1, y2 = tl.div_rn(y1, scale + tl.zeros_like(y1)), tl.div_rn(y2, scale + tl.zeros_like(y2))
+        y1, y2 = divide(y1, scale), divide(y2, scale)
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         _store(dst + offs, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_HALF)), mask_heads & (offs < 2 * HALF))
@@ -132,7 +132,7 @@ def _rotate_heads(
         _store(dst + HALF + offs, y2, mask_heads & (offs < HALF))
     if HAS_REST:
         if HAS_SCALE:
-            rest = tl.div_rn(rest, scale + tl.zeros_like(rest))
+            rest = divide(rest, scale)
         _store(dst + offs_rest, rest, mask_heads & (offs_rest < HEAD_DIM))
 
 
@@ -197,7 +197,7 @@ def _rope_kernel(
             mask_v = written & (offs_d < HEAD_DIM)
             v = tl.load(v_ptr + token * stride_vt + wide_heads * stride_vh + offs_d, mask=mask_v, other=0.0).to(tl.float32)
             if HAS_V_SCALE:
-                v = tl.div_rn(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD) + tl.zeros_like(v))
+                v = divide(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD))
             _store(v_rows + offs_d, v, mask_v)
         else:
             k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM

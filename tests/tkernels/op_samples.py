@@ -43,6 +43,49 @@ def silu_mul(device: torch.device) -> list[Call]:
     return [((x, y), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
 
 
+def layer_norm(device: torch.device) -> list[Call]:
+    weight, bias = torch.randn(24, device=device), torch.randn(24, device=device)
+    return [((x, weight, bias if i % 2 else None, 1e-5), {}) for i, x in enumerate(_rows(device, 24))]
+
+
+def quantize_fp8(device: torch.device) -> list[Call]:
+    return [((x, torch.tensor([0.5], device=device)), {}) for x in _rows(device, 24)]
+
+
+def quantize_fp8_dynamic(device: torch.device) -> list[Call]:
+    return [((x, block), {}) for x, block in zip(_rows(device, 24), (0, 16, 0, 16, 16), strict=True)]
+
+
+def rms_norm_fp8(device: torch.device) -> list[Call]:
+    return [((x, torch.randn(24, device=device), torch.tensor([0.5], device=device), 1e-6), {}) for x in _rows(device, 24)]
+
+
+def rms_norm_fp8_dynamic(device: torch.device) -> list[Call]:
+    return [((x, torch.randn(24, device=device), 1e-6, block), {}) for (x, block), _ in quantize_fp8_dynamic(device)]
+
+
+def add_rms_norm_fp8(device: torch.device) -> list[Call]:
+    return [((x, x.clone(), *rest), {}) for (x, *rest), _ in rms_norm_fp8(device)]
+
+
+def add_rms_norm_fp8_dynamic(device: torch.device) -> list[Call]:
+    return [((x, x.clone(), *rest), {}) for (x, *rest), _ in rms_norm_fp8_dynamic(device)]
+
+
+def silu_and_mul_fp8(device: torch.device) -> list[Call]:
+    return quantize_fp8(device)
+
+
+def silu_and_mul_fp8_dynamic(device: torch.device) -> list[Call]:
+    return quantize_fp8_dynamic(device)
+
+
+def embedding_rms_norm(device: torch.device) -> list[Call]:
+    table, weight = column_slice(torch.randn(9, 24, device=device)), torch.randn(24, device=device)
+    ids = torch.tensor([3, 0, 8, 3], device=device)
+    return [((x, table, weight, 1e-6), {}) for x in (ids, ids[::2], ids[:0])]
+
+
 def gelu_mul(device: torch.device) -> list[Call]:
     return [((x, y, "none"), {}) for x, y in zip(_rows(device, 24), _rows(device, 24), strict=True)]
 
@@ -151,16 +194,26 @@ def sample(device: torch.device) -> list[Call]:
 
 SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "add_rms_norm": add_rms_norm,
+    "add_rms_norm_fp8": add_rms_norm_fp8,
+    "add_rms_norm_fp8_dynamic": add_rms_norm_fp8_dynamic,
+    "embedding_rms_norm": embedding_rms_norm,
     "gelu_and_mul": gelu_and_mul,
     "gelu_mul": gelu_mul,
+    "layer_norm": layer_norm,
     "linear": linear,
     "padded_attention": padded_attention,
     "paged_attention": paged_attention,
     "paged_attention_out": paged_attention_out,
+    "quantize_fp8": quantize_fp8,
+    "quantize_fp8_dynamic": quantize_fp8_dynamic,
     "rms_norm": rms_norm,
+    "rms_norm_fp8": rms_norm_fp8,
+    "rms_norm_fp8_dynamic": rms_norm_fp8_dynamic,
     "rope": rope,
     "rope_and_cache": rope_and_cache,
     "sample": sample,
     "silu_and_mul": silu_and_mul,
+    "silu_and_mul_fp8": silu_and_mul_fp8,
+    "silu_and_mul_fp8_dynamic": silu_and_mul_fp8_dynamic,
     "silu_mul": silu_mul,
 }
