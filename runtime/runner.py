@@ -99,10 +99,13 @@ class Runner:
         self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
         self.num_columns = -(-self.max_context // self.page_size)
         self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs})
-        # One row for each running request, filled as its pages are given; a step's table is gathered from them.
-        self._table = np.zeros((self.max_num_seqs, self.num_columns), np.int32)
-        self._table_pages: list[list[int] | None] = [None] * self.max_num_seqs
-        self._table_filled = [0] * self.max_num_seqs
+        # One row for each running request, filled as its pages are given; a step's inputs are gathered from them.
+        rows = self.max_num_seqs
+        self._table = np.zeros((rows, self.num_columns), np.int32)
+        self._table_pages: list[list[int] | None] = [None] * rows
+        self._table_filled = [0] * rows
+        self._temperature, self._top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        self._top_k, self._seeds = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
         self._source_row: dict[int, int] = {}  # request number -> its row in last_tokens, after the newest step
 
     # -- sizing ---------------------------------------------------------------------------------------------------------------
@@ -180,33 +183,43 @@ class Runner:
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """The inputs of one step, on the host, at its real sizes."""
-        chunks = step.chunks
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
-        counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, len(chunks))
+        rows: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        draws: list[int] = []
         ids: list[int] = []
-        sources: list[tuple[int, int]] = []
-        for request, start, count, _, _ in chunks:
-            known = request.tokens[start : start + count]
-            ids += known
-            if len(known) < count:  # the newest token is still being sampled
-                sources.append((len(ids), self._source_row[request.number]))
+        unknown: list[int] = []  # positions of tokens that a step in flight is still sampling, and where they will be
+        source_rows: list[int] = []
+        for request, start, count, _, num_generated in step.chunks:
+            row, pages, tokens = request.row, request.pages, request.tokens
+            if self._table_pages[row] is not pages or self._table_filled[row] != len(pages):
+                self._fill_row(request)
+            rows.append(row)
+            starts.append(start)
+            counts.append(count)
+            draws.append(num_generated)
+            if start + count > len(tokens):
+                ids += tokens[start:]
+                unknown.append(len(ids))
+                source_rows.append(self._source_row[request.number])
                 ids.append(0)
+            elif count == 1:
+                ids.append(tokens[start])
+            else:
+                ids += tokens[start : start + count]
         token_source = np.full(len(ids), -1, np.int64)
-        for position, row in sources:
-            token_source[position] = row
-        table = self._table[[self._row(chunk.request) for chunk in chunks]]
-        params = [chunk.request.params for chunk in chunks]
+        token_source[unknown] = source_rows
         return self._arrays(
-            starts,
-            counts,
-            table,
-            input_ids=np.array(ids, np.int64),
+            np.array(starts),
+            np.array(counts),
+            self._table[rows],
+            input_ids=np.array(ids),
             token_source=token_source,
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            seeds=np.array([chunk.request.seed for chunk in chunks], np.int64),
-            draws=np.array([chunk.num_generated for chunk in chunks], np.int64),
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            seeds=self._seeds[rows],
+            draws=np.array(draws),
         )
 
     def _arrays(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, **others: np.ndarray) -> dict[str, Any]:
@@ -228,16 +241,17 @@ class Runner:
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {**tensors, "max_query_len": self.bound(int(counts.max()))}
 
-    def _row(self, request: Request) -> int:
-        """The request's row of the table, brought up to date. A new list of pages means a new admission: fill from the start."""
+    def _fill_row(self, request: Request) -> None:
+        """Bring the request's row up to date. A new list of pages means a new admission: fill it from the start."""
         row, pages = request.row, request.pages
         if self._table_pages[row] is not pages:
             self._table_pages[row], self._table_filled[row] = pages, 0
+            params = request.params
+            self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
+            self._seeds[row] = request.seed
         filled = self._table_filled[row]
-        if filled < len(pages):
-            self._table[row, filled : len(pages)] = pages[filled:]
-            self._table_filled[row] = len(pages)
-        return row
+        self._table[row, filled : len(pages)] = pages[filled:]
+        self._table_filled[row] = len(pages)
 
     # -- warm-up --------------------------------------------------------------------------------------------------------------
 

@@ -101,52 +101,50 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step; None when nothing can run before a step in flight has come back, or when there is no work."""
-        num_decodes = sum(request.num_to_run == 1 for request in self.running)
-        allowance = self._prompt_allowance(num_decodes)
+        running, page_size = self.running, self.blocks.page_size
+        todos = []  # tokens that each running request has not been given a step for
+        num_decodes = 0
+        for request in running:
+            length = len(request.tokens) + request.num_sampling
+            todo = length - request.num_scheduled if length < request.token_limit else 0
+            todos.append(todo)
+            num_decodes += todo == 1
+        allowance = self._prompt_allowance(num_decodes, sum(todos) - num_decodes)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         preempted = False
-        position = 0
-        while position < len(self.running):
-            request = self.running[position]
-            position += 1
-            todo = request.num_to_run
+        for position, request in enumerate(running):  # preemption takes requests from the end, behind this position
+            todo = todos[position]
             # A prompt's last token is run like a decode: nothing in a step asks which of the two it is (B038).
             count = todo if todo <= 1 else min(todo, allowance)
             if count <= 0:
                 continue
-            while not self.blocks.grow(request.pages, request.num_scheduled + count):
-                victim = self.running[-1]
-                if victim is request:  # it keeps what it has and sits out; an earlier request may still take its pages
-                    count = 0
-                    break
-                if self.steps_in_flight:  # what the device is writing cannot be taken away: come back when it is done
+            if request.num_scheduled + count > len(request.pages) * page_size:
+                fits, victims = self._grow(request, request.num_scheduled + count)
+                if fits is None:
+                    self._take_back(decodes + prompts)
                     return None
-                self._preempt(victim)
-                preempted = True
-            if count == 0:
-                continue
-            (decodes if todo == 1 else prompts).append(self._chunk(request, count))
-            if todo > 1:
+                preempted |= victims > 0
+                if not fits:
+                    continue
+            if todo == 1:
+                decodes.append(self._give(request, 1))
+            else:
+                prompts.append(self._give(request, count))
                 allowance -= count
         while self.waiting and self._rows and allowance > 0 and not preempted:
             if not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
-            self.running.append(request)
+            running.append(request)
             count = min(request.num_to_run, allowance)
-            prompts.append(self._chunk(request, count))
+            prompts.append(self._give(request, count))
             allowance -= count
-        chunks = (*decodes, *prompts)
-        if not chunks:
+        if not decodes and not prompts:
             assert self.steps_in_flight or not self.has_work, "requests wait, nothing runs, and nothing is in flight"
             return None
-        for request, _, count, samples, _ in chunks:
-            request.num_scheduled += count
-            request.num_sampling += samples
-            request.steps_in_flight += 1
         self.steps_in_flight += 1
-        return Step(chunks)
+        return Step((*decodes, *prompts))
 
     def complete(self, step: Step, tokens: Sequence[int]) -> list[Request]:
         """Take back a step that has run, with one token per chunk. Returns the requests that got a token, in the step's order."""
@@ -197,27 +195,52 @@ class Scheduler:
         del queue[index]
         self._release_if_idle(request)
 
-    def _prompt_allowance(self, num_decodes: int) -> int:
+    def _prompt_allowance(self, num_decodes: int, pending: int) -> int:
+        """Prompt tokens that join this step. pending: those of running requests; waiting prompts come on top."""
         budget = self.max_batch_tokens - num_decodes
-        available = 0
-        for request in self.running:
-            todo = request.num_to_run
-            available += todo if todo > 1 else 0
         for request in self.waiting:
-            if available >= budget:
+            if pending >= budget:
                 break
-            available += len(request.tokens)
-        joining = min(budget, available)
+            pending += len(request.tokens)
+        joining = min(budget, pending)
         if joining <= 0:
             return 0
         chosen = self.chunk_policy(num_decodes, joining)
         assert 0 < chosen <= joining or (chosen == 0 and num_decodes), "a chunk policy must let something run"
         return chosen
 
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        length = len(request.tokens) + request.num_sampling
-        samples = request.num_scheduled + count == length
-        return Chunk(request, request.num_scheduled, count, samples, length - len(request.prompt_tokens))
+    def _give(self, request: Request, count: int) -> Chunk:
+        """Put the request's next ``count`` tokens into a step."""
+        start, length = request.num_scheduled, len(request.tokens) + request.num_sampling
+        samples = start + count == length
+        request.num_scheduled = start + count
+        request.num_sampling += samples
+        request.steps_in_flight += 1
+        return Chunk(request, start, count, samples, length - len(request.prompt_tokens))
+
+    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+        """Undo ``_give`` for a step that does not come about; the pages stay for the next one."""
+        for request, start, _, samples, _ in chunks:
+            request.num_scheduled = start
+            request.num_sampling -= samples
+            request.steps_in_flight -= 1
+
+    def _grow(self, request: Request, num_tokens: int) -> tuple[bool | None, int]:
+        """Pages for ``num_tokens``, if need be from later arrivals: (did they suffice, how many were preempted).
+
+        False: the request is the latest itself; it keeps what it has and sits out, and an earlier one may still take its pages.
+        None: a step in flight must come back first, since what the device is writing cannot be taken away.
+        """
+        victims = 0
+        while not self.blocks.grow(request.pages, num_tokens):
+            victim = self.running[-1]
+            if victim is request:
+                return False, victims
+            if self.steps_in_flight:
+                return None, victims
+            self._preempt(victim)
+            victims += 1
+        return True, victims
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens, cached ones first; False when they are not there."""
