@@ -1,6 +1,7 @@
 """Conversion to fp8 (e4m3), the one convention of this package: ``stored = saturate(x / scale)`` and ``x ≈ stored · scale``.
 
-Values beyond ±448 saturate, infinities included; NaN stays NaN. The division is in fp32 and rounded to nearest even once.
+Values beyond ±448 saturate, infinities included; NaN stays NaN. x is multiplied in fp32 by the reciprocal of the scale, itself
+rounded to fp32, and the product is rounded to nearest even.
 A dynamic scale is ``max |x| / 448`` over a token or over a block of its columns, and at least 2⁻¹² / 448: a row of zeros stays zero
 and gives a scale that can be divided by. Infinities and NaN do not count in it, so they cannot take the other values with them.
 """
@@ -28,7 +29,7 @@ def to_fp8_ref(x: torch.Tensor) -> torch.Tensor:
 def quantize_fp8_ref(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The oracle of ``quantize_fp8``."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return to_fp8_ref(wide / scale.to(wide.dtype).reshape(())).contiguous()
+    return to_fp8_ref(wide * (1.0 / scale.to(wide.dtype).reshape(()))).contiguous()
 
 
 def quantize_fp8_dynamic_ref(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,7 @@ def quantize_fp8_dynamic_ref(x: torch.Tensor, block: int) -> tuple[torch.Tensor,
     padded = torch.nn.functional.pad(wide, (0, groups * width - columns)).unflatten(-1, (groups, width))
     amax = torch.where(padded.isfinite(), padded.abs(), 0.0).amax(-1)
     scales = amax.clamp_min(MIN_AMAX) / FP8_MAX
-    y = to_fp8_ref(padded / scales[..., None]).flatten(-2)[..., :columns]
+    y = to_fp8_ref(padded * (1.0 / scales)[..., None]).flatten(-2)[..., :columns]
     return y.contiguous(), scales.to(torch.float32)
 
 
@@ -58,8 +59,8 @@ def to_fp8(x):
 
 @triton.jit
 def divide(x, scale):
-    """x / scale rounded to nearest, both broadcast: the same bits as PyTorch, which an approximate division would not give."""
-    return tl.div_rn(x + tl.zeros_like(scale), scale + tl.zeros_like(x))
+    """x / scale as x · (1 / scale): one correctly rounded division a scale, where one an element would cost more than its memory."""
+    return x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def rope_and_cache_ref(
     for values, cache, scale in ((k_out, k_cache, k_scale), (_wide(v), v_cache, v_scale)):
         rows = values[written]
         if scale is not None:
-            rows = rows / scale.to(rows.dtype).reshape(1, -1, 1)
+            rows = rows * (1.0 / scale.to(rows.dtype)).reshape(1, -1, 1)
         cache[slots // page_size, slots % page_size] = to_fp8_ref(rows) if cache.dtype == FP8 else rows.to(cache.dtype)
     return q_out
 
