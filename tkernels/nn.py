@@ -24,6 +24,7 @@ from torch import nn
 
 from tkernels.activation import gelu_and_mul, gelu_and_mul_ref, silu_and_mul, silu_and_mul_ref
 from tkernels.attention import paged_attention_out
+from tkernels.layernorm import layer_norm, layer_norm_ref
 from tkernels.linear import linear
 from tkernels.rmsnorm import rms_norm, rms_norm_ref
 from tkernels.rope import rope, rope_ref
@@ -47,6 +48,13 @@ def _autocast(x: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
+def _last_dimensions(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """x with the dimensions ``shape``, its last, flattened into one."""
+    if tuple(x.shape[max(x.dim() - len(shape), 0) :]) != tuple(shape):
+        raise ValueError(f"x: expected [..., {', '.join(map(str, shape))}], got {list(x.shape)}")
+    return x if len(shape) == 1 else x.flatten(-len(shape))
+
+
 class RMSNorm(nn.RMSNorm):
     """``torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None)``.
 
@@ -66,14 +74,38 @@ class RMSNorm(nn.RMSNorm):
         self.register_buffer("_ones", ones, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if tuple(x.shape[x.dim() - len(self.normalized_shape) :]) != self.normalized_shape:
-            raise ValueError(f"x: expected [..., {', '.join(map(str, self.normalized_shape))}], got {list(x.shape)}")
+        flat = _last_dimensions(x, self.normalized_shape)
         if _autocast(x):
             return super().forward(x)
-        weight = self._ones if self.weight is None else self.weight
-        eps = _FP32_EPS if self.eps is None else self.eps
-        flat = x.flatten(-len(self.normalized_shape)) if len(self.normalized_shape) > 1 else x
-        return normalise(flat, weight.flatten(), eps).view(x.shape)
+        weight = self._ones if self.weight is None else self.weight.flatten()
+        return normalise(flat, weight, _FP32_EPS if self.eps is None else self.eps).view(x.shape)
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None)``."""
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        ones = None if elementwise_affine else torch.ones(math.prod(self.normalized_shape), device=device)
+        self.register_buffer("_ones", ones, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = _last_dimensions(x, self.normalized_shape)
+        if _autocast(x):
+            return super().forward(x)
+        weight = self._ones if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
+        if torch.compiler.is_compiling():
+            return layer_norm_ref(flat, weight, bias, self.eps).view(x.shape)
+        return layer_norm(rows(flat), weight, bias, self.eps).view(x.shape)
 
 
 class LlamaRMSNorm(nn.Module):

@@ -34,6 +34,12 @@ PAIRS = {
         nn.RMSNorm(24, elementwise_affine=False, **kw),
     ),
     "RMSNorm over two dimensions": lambda **kw: (tk.RMSNorm((3, 8), **kw), nn.RMSNorm((3, 8), **kw)),
+    "LayerNorm": lambda **kw: (tk.LayerNorm(24, eps=1e-6, **kw), nn.LayerNorm(24, eps=1e-6, **kw)),
+    "LayerNorm over two dimensions, no bias": lambda **kw: (tk.LayerNorm((3, 8), bias=False, **kw), nn.LayerNorm((3, 8), bias=False, **kw)),
+    "LayerNorm without weight": lambda **kw: (
+        tk.LayerNorm(24, elementwise_affine=False, **kw),
+        nn.LayerNorm(24, elementwise_affine=False, **kw),
+    ),
     "Linear": lambda **kw: (tk.Linear(24, 7, **kw), nn.Linear(24, 7, **kw)),
     "Linear without bias": lambda **kw: (tk.Linear(24, 7, bias=False, **kw), nn.Linear(24, 7, bias=False, **kw)),
 }
@@ -112,7 +118,7 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         tk.RotaryEmbedding(7)
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "Linear"])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear"])
 def test_backward_raises_instead_of_giving_no_gradient(device: torch.device, name: str) -> None:
     module, _ = PAIRS[name](device=device)
     y = module(torch.randn(2, 24, device=device))
@@ -178,12 +184,13 @@ def test_paged_attention_module_equals_the_function(device: torch.device) -> Non
 class _Block(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.layer_norm = tk.LayerNorm(32, device=device)
         self.norm, self.gemma = tk.RMSNorm(32, device=device), tk.GemmaRMSNorm(32).to(device)
         self.proj, self.act, self.gelu = tk.Linear(32, 64, device=device), tk.SiluAndMul(), tk.GeluAndMul("tanh")
         self.rotary = tk.RotaryEmbedding(8, 64, device=device)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        h = self.act(self.proj(self.norm(x))) + self.gelu(self.proj(self.gemma(x)))
+        h = self.act(self.proj(self.norm(self.layer_norm(x)))) + self.gelu(self.proj(self.gemma(x)))
         heads = h.unflatten(-1, (4, 8))
         q, k = self.rotary(heads, heads, positions)
         return (q + k).flatten(-2)
