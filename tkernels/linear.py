@@ -53,7 +53,8 @@ def linear_ref(
 class Tile:
     """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows.
 
-    block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart.
+    block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart; splits: parts of K
+    that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate).
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Tile:
     slices: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 @triton.jit
@@ -150,9 +152,11 @@ def _vector_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _matrix_kernel(
-    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
+    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, part_ptr, arrivals_ptr,
+    rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
     # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
@@ -164,11 +168,17 @@ def _matrix_kernel(
     w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
     up_rows = w_rows + n.to(tl.int64) * stride_wn
     x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
+    k_begin = 0
+    k_end = k_total
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(k_total, SPLITS), SLICES * BLOCK_K) * (SLICES * BLOCK_K)
+        k_begin = tl.program_id(1) * share
+        k_end = tl.minimum(k_begin + share, k_total)
     if SLICES == 1:
         squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        for k in tl.range(0, k_total, BLOCK_K, num_stages=NUM_STAGES):
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
             mask_k = offs_k + k < k_total
             mask_w = mask_n[:, None] & mask_k[None, :]
             w = _stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
@@ -185,7 +195,7 @@ def _matrix_kernel(
         squares = tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)
         sliced = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
         sliced_up = sliced
-        for k in tl.range(0, k_total, SLICES * BLOCK_K, num_stages=NUM_STAGES):
+        for k in tl.range(k_begin, k_end, SLICES * BLOCK_K, num_stages=NUM_STAGES):
             at = k + offs_s[:, None] + offs_k[None, :]  # [SLICES, BLOCK_K]
             mask_w = mask_n[None, :, None] & (at < k_total)[:, None, :]
             w = _stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
@@ -204,10 +214,48 @@ def _matrix_kernel(
         scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
         acc *= scale
         acc_up *= scale
-    _finish(
-        acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
-        n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
-    )  # fmt: skip
+    if SPLITS > 1:
+        # [program of n, split, BLOCK_N, BLOCK_M]; the last program to arrive adds the splits in order, whichever it is
+        own = (offs_n - tl.program_id(0) * BLOCK_N)[:, None] * BLOCK_M + offs_m[None, :]
+        parts = part_ptr + tl.program_id(0).to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + own
+        tl.store(parts + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # all threads have stored before one of them releases
+        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            tl.debug_barrier()
+            tl.store(arrivals_ptr + tl.program_id(0), 0)  # as the next call expects it
+            acc = tl.load(parts)
+            for split in tl.static_range(1, SPLITS):
+                acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
+            _finish(
+                acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+                n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+            )  # fmt: skip
+    else:
+        _finish(
+            acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+            n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+_arrivals: dict[tuple[torch.device, int], torch.Tensor] = {}
+_MAX_ARRIVALS = 4096  # programs along n of a launch with splits
+
+
+def _zeroed_arrivals(device: torch.device) -> torch.Tensor:
+    """Counters that are zero between launches. One set a stream, so launches that may overlap never share one.
+
+    First asked for during a capture, they are made in the graph, which then clears them at every replay.
+    """
+    if device.type != "cuda":
+        return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    found = _arrivals.get(key)
+    if found is None:
+        found = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _arrivals[key] = found
+    return found
 
 
 def row_class(rows: int) -> int:
@@ -253,13 +301,21 @@ def launch(
     even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
     grid = (triton.cdiv(n, tile.block_n),)
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
-    flags = (bias is not None, gated, residual is not None, even)
-    arguments = (x, norm_weight, weight, bias, residual, y, rows, n, *strides, eps, k, norm_weight is not None, *flags)
+    pointers, sizes = (x, norm_weight, weight, bias, residual, y), (rows, n, *strides, eps, k)
+    flags = (norm_weight is not None, bias is not None, gated, residual is not None, even)
     if tile.kind == "vector":
-        _vector_kernel[grid](*arguments, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps)
-    else:
-        sizes = (max(16, block_m), tile.block_n, tile.block_k, tile.slices, tile.num_stages)
-        _matrix_kernel[grid](*arguments, *sizes, num_warps=tile.num_warps)
+        _vector_kernel[grid](*pointers, *sizes, *flags, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps)
+        return
+    block_m = max(16, block_m)
+    workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if tile.splits > 1:
+        assert norm_weight is None and not gated and grid[0] <= _MAX_ARRIVALS, "tables give splits to plain projections only"
+        elements = grid[0] * tile.splits * tile.block_n * block_m
+        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), _zeroed_arrivals(x.device)
+    _matrix_kernel[(*grid, tile.splits)](
+        *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 def _check(

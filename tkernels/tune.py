@@ -60,6 +60,11 @@ def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
             and weights * block_m * slices <= 16384
         ):
             yield Tile("matrix", block_n, block_k, slices, warps, stages)
+    if variant == "plain":
+        for block_n, block_k, stages in ((64, 64, 5), (64, 128, 3), (32, 128, 4)):
+            for splits in (2, 4, 8):
+                if splits * block_k * 2 <= k:
+                    yield Tile("matrix", block_n, block_k, 1, 4, stages, splits)
 
 
 def _graph(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
@@ -175,15 +180,20 @@ def _compile_ahead(shapes: list[Shape], dtype: torch.dtype, device: torch.device
         list(pool.map(one, jobs.items()))
 
 
+def _key(entry: dict[str, Any]) -> tuple[int, int, str, int]:
+    return entry["k"], entry["n"], entry["variant"], entry["rows"]
+
+
 def _line(row: dict[str, Any]) -> str:
     tile = row["tile"]
-    how = f"{tile['kind']} {tile['block_n']}x{tile['block_k']}x{tile['slices']} warps {tile['num_warps']} stages {tile['num_stages']}"
+    blocks = "x".join(str(tile[name]) for name in ("block_n", "block_k", "slices", "splits"))
+    how = f"{tile['kind']} {blocks} warps {tile['num_warps']} stages {tile['num_stages']}"
     speed = f"{row['us']:7.2f} us {row['tb_per_s']:5.2f} TB/s, composed {row['composed_us']:7.2f} us"
     return f"{row['variant']:10} {row['rows']:3} x {row['n']:6} x {row['k']:5}  {speed}  {how}, {len(row['refused'])} refused"
 
 
 def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path | None = None, say: Callable[[str], None] = print) -> Path:
-    """Measure ``shapes`` and write the table of this device's architecture. Returns its path.
+    """Measure ``shapes`` and put them into the table of this device's architecture; other shapes keep their entries. Returns its path.
 
     Raises RuntimeError without a GPU, and while a CUDA graph is being captured.
     """
@@ -194,18 +204,18 @@ def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path 
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_of(device)
     _compile_ahead(shapes, dtype, device)
-    measured = []
+    path = out or Path(__file__).parent / "tables" / f"linear_{target.arch}.json"
+    shipped = Path(__file__).parent / "tables" / f"linear_{target.arch}.json"
+    entries = {_key(entry): entry for entry in json.loads(shipped.read_text())["entries"]} if shipped.exists() else {}
+    header = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch.")}
     for n, k, place in shapes:
         for variant in VARIANTS[place]:
             for rows in ROW_CLASSES:
                 row = _measure(_Case(variant, rows, n, k, dtype, device, _ROTATED_BYTES))
-                measured.append(row)
                 say(_line(row))
+                entries.pop(_key(row), None)
+                if row["us"] < _MARGIN * row["composed_us"]:
+                    entries[_key(row)] = {name: row[name] for name in ("variant", "rows", "n", "k", "us", "composed_us", "tile")}
         torch.cuda.empty_cache()
-    path = out or Path(__file__).parent / "tables" / f"linear_{target.arch}.json"
-    header = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch.")}
-    won = [row for row in measured if row["us"] < _MARGIN * row["composed_us"]]
-    keys = ("variant", "rows", "n", "k", "us", "composed_us", "tile")
-    lost = [[row[key] for key in keys[:-1]] for row in measured if row not in won]
-    path.write_text(json.dumps({**header, "entries": [{key: row[key] for key in keys} for row in won], "lost": lost}, indent=1) + "\n")
+        path.write_text(json.dumps({**header, "entries": sorted(entries.values(), key=_key)}, indent=1) + "\n")  # after each shape
     return path

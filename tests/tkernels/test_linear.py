@@ -15,6 +15,8 @@ TILES = [
     Tile("matrix", 16, 32, 1, 4, 2),
     Tile("matrix", 16, 32, 4, 4, 2),
     Tile("matrix", 64, 32, 1, 4, 3),
+    Tile("matrix", 16, 32, 1, 4, 2, splits=3),
+    Tile("matrix", 16, 16, 2, 4, 2, splits=4),
 ]
 SHAPES = [(1, 64, 128), (1, 37, 100), (3, 16, 64), (4, 70, 129), (5, 64, 256), (17, 33, 65)]
 CASES = [(tile, *shape) for tile in TILES for shape in SHAPES if tile.kind == "matrix" or shape[0] <= 4]
@@ -53,6 +55,15 @@ def test_fusions_match_the_composition(device, tile, fused, rows, n, k):
     wide = [None if t is None else t.double() for t in (x, weight, None, norm_weight, residual)]
     low = linear_ref(*[None if t is None else t.cpu() for t in (x, weight, None, norm_weight, residual)], gated, EPS)
     _close(y, linear_ref(*wide, gated, EPS), low.to(device))
+
+
+def test_splits_leave_their_counters_ready_for_the_next_call(device):
+    x, weight = torch.randn(3, 96, device=device).bfloat16(), torch.randn(40, 96, device=device).bfloat16()
+    tile = Tile("matrix", 16, 16, 1, 4, 2, splits=3)
+    outs = [torch.full((3, 40), float("nan"), device=device, dtype=torch.bfloat16) for _ in range(3)]
+    for y in outs:
+        launch(x, weight, None, None, None, False, EPS, y, tile)
+    assert all(torch.equal(y, outs[0]) for y in outs) and not outs[0].isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (2, 3, 32), (2, 0, 32)], ids=str)
