@@ -26,6 +26,7 @@ from runtime.checkpoint import read_json
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.dispatch import Decision
 from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.policy import CheapestPerToken, fill_budget
 from runtime.request import FinishReason, Request, RequestError, SamplingParams
 from runtime.runner import Launched, Runner
 from runtime.scheduler import Scheduler, Step
@@ -112,18 +113,19 @@ class Engine:
         max_context = min(limits.max_context or spec.max_positions, spec.max_positions)
         self.runner = Runner(self.model, self.config, max_context)
         report(f"KV cache: {self.runner.num_pages} pages of {self.runner.page_size} tokens on {self.runner.device}")
+        self.plan = self.runner.warmup(progress)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_pages, self.runner.page_size, self.config.cache.prefix_cache),
             max_num_seqs=limits.max_num_seqs,
             max_batch_tokens=limits.max_batch_tokens,
             max_context=max_context,
+            chunk_policy=CheapestPerToken(self.runner.rows_with_prompts()) if limits.policy == "cost" else fill_budget,
         )
         self._depth = 2 if limits.overlap else 1  # steps in flight
         self._flying: deque[tuple[Step, Launched]] = deque()
         self._answers: dict[int, Answer] = {}
         self._submitted = 0
         self._totals: Counter[str] = Counter()
-        self.plan = self.runner.warmup(progress)
         self.startup_seconds = time.perf_counter() - started
 
     # -- whole answers --------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from torch import nn
 
 import tkernels
 from runtime.config import ConfigError, RuntimeConfig
-from runtime.graphed import GraphedModule, Plan, graphed
+from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
+from runtime.plan import Plan, PlanRow
 from runtime.request import Request
 from runtime.scheduler import Step
 
@@ -259,6 +260,11 @@ class Runner:
         """Capture and time every size, for steps of single tokens (decode) and for steps with a chunk of a prompt."""
         keys = [{"max_query_len": 1}, {"max_query_len": self.max_batch_tokens}]
         return self.steps.warmup(make_inputs=self._representative, keys=keys, progress=progress)
+
+    def rows_with_prompts(self) -> list[PlanRow]:
+        """The plan's rows for steps with a chunk of a prompt in them."""
+        rows = self.steps.plan.rows if self.steps.plan is not None else []
+        return [row for row in rows if row.key == f"max_query_len={self.max_batch_tokens}"]
 
     def _representative(self, size: int, key: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or half of them decode beside one chunk of a prompt."""

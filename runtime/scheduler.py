@@ -19,15 +19,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from runtime.blocks import BlockManager, page_digest, root_digest
+from runtime.policy import fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
 # (tokens that decode in this step, prompt tokens that may join) -> prompt tokens that shall join
 ChunkPolicy = Callable[[int, int], int]
-
-
-def fill_budget(num_decodes: int, num_prompt_tokens: int) -> int:
-    """The static policy: as many prompt tokens as fit."""
-    return num_prompt_tokens
 
 
 class Chunk(NamedTuple):

@@ -69,8 +69,9 @@ def test_a_request_alone_and_in_a_batch_gets_the_same_tokens(device: torch.devic
 
 def test_one_prompt_need_not_be_in_a_list(device: torch.device) -> None:
     engine = make_engine(device, text=True)
-    assert engine.generate("ab") == engine.generate(["ab"])
-    assert engine.generate([1, 2]) == engine.generate([[1, 2]])
+    params = SamplingParams(max_tokens=4)
+    assert engine.generate("ab", params) == engine.generate(["ab"], params)
+    assert engine.generate([1, 2], params) == engine.generate([[1, 2]], params)
     assert engine.generate([]) == []
 
 
