@@ -83,7 +83,7 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, whole or not at all."""
-        path = Path(path)
+        path = Path(path).expanduser()
         rows = [
             {"key": key, "mode": mode, "size": size, "ms": ms, "nbytes": self.nbytes.get((key, mode, size), 0)}
             for (key, mode, size), ms in sorted(self.ms.items())
@@ -97,7 +97,7 @@ class CostTable:
     def load(cls, path: str | Path, valid_for: Mapping[str, str]) -> tuple[CostTable | None, str]:
         """The table in the file, or None and the reason why it cannot be used."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).expanduser().read_text())
             rows, made_for = data["rows"], data["valid_for"]
             for name, value in valid_for.items():
                 if made_for.get(name) != value:
