@@ -267,7 +267,7 @@ def two_shot_norm_kernel(
             residual = (residuals[4 * s], residuals[4 * s + 1], residuals[4 * s + 2], residuals[4 * s + 3])
             a, b, c, d, square = _add(words, residual, dtype)
             store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
-            totals = totals + (a, b, c, d)
+            totals = totals + (a, b, c, d)  # type: ignore[assignment]
             squares += tl.where(real != 0, square, 0.0)
         rstd = tl.rsqrt((tl.sum(squares, 0) / hidden).to(tl.float32) + eps)
         for s in tl.static_range(WORLD):

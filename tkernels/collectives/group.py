@@ -76,25 +76,24 @@ class Communicator:
             raise CollectiveError(self.failed)
         if self.workspace is None or not self._report[:3].any():
             return
-        late, disagreed, overlapped = (int(word) for word in self._report[:3])
-        if disagreed:
-            said = [
-                f"rank {rank}: {OPS[int(self._report[40 + rank])]} of {int(self._report[24 + rank])} elements"
-                for rank in range(self.world)
-                if self._report[40 + rank]
-            ]
-            what = (
-                f"{OPS[disagreed]} on rank {self.rank} met other calls ({'; '.join(said)}): all ranks must make the same calls in one order"
-            )
-        elif late:
-            missing = [str(rank) for rank in range(self.world) if self._report[8 + rank]]
-            what = f"{OPS[late]} on rank {self.rank} waited {self.timeout_s:g} s for rank {', '.join(missing)}: it died, is late, or makes other calls"
-        else:
-            what = f"{OPS[overlapped]} on rank {self.rank} ran while another call of the group was running: use one stream, replay one graph at a time"
         self.failed = (
-            f"group {self.name}: {what}. Its results since then are NaN or wrong; destroy_group and init_group on all ranks to go on"
+            f"group {self.name}: {self._failure()}. What it computed since then is NaN or wrong; destroy_group and init_group on all ranks"
         )
         raise CollectiveError(self.failed)
+
+    def _failure(self) -> str:
+        """The report in words: see lamport.py for its layout."""
+        late, disagreed, overlapped = (int(word) for word in self._report[:3])
+        if disagreed:
+            others = [rank for rank in range(self.world) if self._report[40 + rank]]
+            said = "; ".join(
+                f"rank {rank}: {OPS[int(self._report[40 + rank])]} of {int(self._report[24 + rank])} elements" for rank in others
+            )
+            return f"{OPS[disagreed]} on rank {self.rank} met other calls ({said}): all ranks must make the same calls in one order"
+        if late:
+            missing = ", ".join(str(rank) for rank in range(self.world) if self._report[8 + rank])
+            return f"{OPS[late]} on rank {self.rank} waited {self.timeout_s:g} s for rank {missing}: it died, is late, or makes other calls"
+        return f"{OPS[overlapped]} on rank {self.rank} ran while another call of the group did: use one stream, replay one graph at a time"
 
     def meet(self, key: Any, compile_kernel: Callable[[], None]) -> None:
         """Before the first use of a kernel: compile it, and wait on the host until all ranks have. So the time-out on the device
@@ -197,7 +196,10 @@ def _workspace(group: Communicator) -> Workspace | str:
 
 
 def destroy_group(group: Group) -> None:
-    """Free the group's workspace. Called by all ranks that live, also when the group has failed; graphs that hold calls of the group must not be replayed after."""
+    """Free the group's workspace. Called by all ranks that live, also when the group has failed.
+
+    Graphs that hold calls of the group must not be replayed after.
+    """
     name = group_name(group)
     gone = _GROUPS.pop(name, None)
     if gone is None:
@@ -223,7 +225,8 @@ def describe_group(group: Group) -> str:
         return f"group {known.name}: 1 rank, collectives are copies"
     if known.workspace is None:
         return f"group {known.name}: {known.world} ranks through {dist.get_backend(known.process_group)}: {known.why}"
-    return f"group {known.name}: {known.world} ranks, workspace {2 * known.sizes.half >> 20} MiB, messages up to {known.max_bytes} bytes a launch"
+    megabytes = 2 * known.sizes.half / 1e6
+    return f"group {known.name}: {known.world} ranks, workspace {megabytes:.1f} MB, messages up to {known.max_bytes} bytes a launch"
 
 
 def find(name: str) -> Communicator:
@@ -234,7 +237,8 @@ def find(name: str) -> Communicator:
 
 
 def _unknown(name: str) -> str:
-    return f"group: {name!r} is not set up; call tkernels.collectives.init_group on all of its ranks first (known: {', '.join(_GROUPS) or 'none'})"
+    known = ", ".join(_GROUPS) or "none"
+    return f"group: {name!r} is not set up; call tkernels.collectives.init_group on all of its ranks first (known: {known})"
 
 
 def group_name(group: Group) -> str:
@@ -252,7 +256,7 @@ def _process_group(group: Group) -> Any:
             raise ValueError(f"group: expected a DeviceMesh of one dimension such as mesh['tp'], got {group}")
         return group.get_group()
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if not hasattr(group, "group_name"):
         raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}")
     return group

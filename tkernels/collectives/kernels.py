@@ -21,7 +21,10 @@ _POINTERS = ["x_ptr", "out_ptr"]
 
 
 @triton.jit
-def _send(x_ptr, workspaces, launch, v, n, vectors, inner, stride, mask, OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
+def _send(
+    x_ptr, workspaces, launch, v, n, vectors, inner, stride, mask,
+    OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """Load vectors v, and the header after the last, and push them to all peers. mask: 0 sends nothing."""
     words = load_vector(x_ptr, v, n, inner, stride, (v < vectors).to(tl.int32), LAYOUT)
     words = with_header(words, v == vectors, n, OP, launch)
@@ -30,7 +33,10 @@ def _send(x_ptr, workspaces, launch, v, n, vectors, inner, stride, mask, OP: tl.
 
 
 @triton.jit
-def _receive(workspaces, state, report, limit, launch, alive, v, n, vectors, mask, OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, FENCE: tl.constexpr):  # fmt: skip
+def _receive(
+    workspaces, state, report, limit, launch, alive, v, n, vectors, mask,
+    OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, FENCE: tl.constexpr,
+):  # fmt: skip
     got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
     check_headers(got, (v == vectors) & (mask != 0), n, OP, launch, state, report, alive, RANK, WORLD)
     return got
@@ -76,7 +82,10 @@ def one_shot_kernel(
 
 
 @triton.jit
-def _send_stripes(x_ptr, workspaces, launch, v, n, stripe, vectors, inner, stride, alive, OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
+def _send_stripes(
+    x_ptr, workspaces, launch, v, n, stripe, vectors, inner, stride, alive,
+    OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """Vector v of stripe p to rank p, for all p; the header to everyone. Vectors past the end travel as zeros."""
     mask = (v <= stripe).to(tl.int32) * alive
     offset = RANK * SLOT + slot_offset(launch, v, stripe, HALF)

@@ -101,7 +101,7 @@ def poll(
                     gave_up = True
                 empty = a * 0 - 1
                 store4(address + s * SLOT, empty, empty, empty, empty, mask)
-                got = got + (a, b, c, d)
+                got = got + (a, b, c, d)  # type: ignore[assignment]
         if gave_up:
             tl.store((state + 8).to(tl.pointer_type(tl.int32)), 1)
             tl.store(report.to(tl.pointer_type(tl.int32)), OP)

@@ -96,7 +96,7 @@ def _on_cuda(nbytes: int, device: torch.device, group_name: str) -> Workspace:
     buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     buffer.fill_(255)
     torch.cuda.synchronize(device)  # empty before the rendezvous lets a peer in
-    handle = symmetric_memory.rendezvous(buffer, group_name)
+    handle = symmetric_memory.rendezvous(buffer, group_name)  # type: ignore[arg-type]
     return Workspace(tuple(int(pointer) for pointer in handle.buffer_ptrs), (buffer, handle))
 
 

@@ -66,11 +66,11 @@ def load_vector(ptr, v, n, inner, stride, mask, LAYOUT: tl.constexpr):
         words = ()
         for i in tl.static_range(4):
             if dtype == tl.float32:
-                words = words + (_load_element(ptr, v * PER + i, n, inner, stride, mask).to(tl.int32, bitcast=True),)
+                words = words + (_load_element(ptr, v * PER + i, n, inner, stride, mask).to(tl.int32, bitcast=True),)  # type: ignore[assignment]
             else:
                 low = _load_element(ptr, v * PER + 2 * i, n, inner, stride, mask).to(tl.int16, bitcast=True).to(tl.int32)
                 high = _load_element(ptr, v * PER + 2 * i + 1, n, inner, stride, mask).to(tl.int16, bitcast=True).to(tl.int32)
-                words = words + ((low & 0xFFFF) | (high << 16),)
+                words = words + ((low & 0xFFFF) | (high << 16),)  # type: ignore[assignment]
         return words
 
 

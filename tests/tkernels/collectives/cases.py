@@ -65,6 +65,7 @@ class Rank:
 
 CASES: dict[str, Callable[[Rank], None]] = {}
 GPU_ONLY: set[str] = set()
+TWO_ON_CPU: set[str] = set()
 
 
 def case(function: Callable[[Rank], None]) -> Callable[[Rank], None]:
@@ -74,6 +75,12 @@ def case(function: Callable[[Rank], None]) -> Callable[[Rank], None]:
 
 def gpu_case(function: Callable[[Rank], None]) -> Callable[[Rank], None]:
     GPU_ONLY.add(function.__name__)
+    return case(function)
+
+
+def small_case(function: Callable[[Rank], None]) -> Callable[[Rank], None]:
+    """Of torch rather than of the protocol: on the CPU two ranks are enough."""
+    TWO_ON_CPU.add(function.__name__)
     return case(function)
 
 
@@ -210,9 +217,9 @@ def b118_b123_stress_with_random_delays(at: Rank) -> None:
     """Sizes, algorithms and dtypes change from call to call, and ranks come late in turns."""
     late = random.Random(at.rank)
     common = random.Random(7)
-    for step in range(2000 if GPU else 40 // at.world):
+    for step in range(500 if GPU else 40 // at.world):
         kind = common.choice(("one_shot", "two_shot"))
-        n = common.choice((8, 700, 56, 2000, 1, 8 * at.world)) if not GPU else common.choice((8, 1000, 56, 30000, 1, 500000))
+        n = common.choice((8, 700, 56, 2000, 1, 8 * at.world)) if not GPU else common.choice((8, 1000, 56, 30000, 1, 200000))
         dtype = common.choice(FLOATS)
         xs = at.inputs(n, dtype, step)
         if late.random() < 0.2:
@@ -288,8 +295,8 @@ def fused_norm_agrees_with_the_plain_sum_bit_for_bit(at: Rank) -> None:
         check_norm(at, 2, 40, torch.float32, both)
         check_norm(at, 1, 37, torch.bfloat16, ("one_shot",))
     if GPU:
-        for hidden in (576, 2048, 4096, 8192, 16384):
-            for rows in (1, 2, 7, 16, 63, 64, 455, 600):
+        for hidden in (576, 4096, 16384):
+            for rows in (1, 7, 63, 455, 600):
                 if rows * hidden * 2 <= MAX_BYTES:
                     check_norm(
                         at,
@@ -339,7 +346,7 @@ def the_library_path_gives_the_same_answers(at: Rank) -> None:
         with reference_ops():
             outs = C.all_reduce(x, at.group), C.all_gather(x, at.group, 1), C.reduce_scatter(x, at.group, 1)
             odd = C.all_reduce(x[:1, :3].contiguous(), at.group)
-            y, total = C.all_reduce_add_rms_norm(x, x, torch.ones(64 * at.world, device=at.device), 1e-6, at.group)
+            _, total = C.all_reduce_add_rms_norm(x, x, torch.ones(64 * at.world, device=at.device), 1e-6, at.group)
     finally:
         group.workspace = workspace
     wants = expected_sum(xs), torch.cat(xs, 1), expected_sum(xs).chunk(at.world, 1)[at.rank]
@@ -351,7 +358,7 @@ def the_library_path_gives_the_same_answers(at: Rank) -> None:
 # -- torch ----------------------------------------------------------------------------------------------------------------------------
 
 
-@case
+@small_case
 def compiles_with_fullgraph(at: Rank) -> None:
     name, weight = at.group, torch.ones(64, device=at.device)
 
@@ -605,19 +612,23 @@ def set_up_within_a_capture_is_refused(at: Rank) -> None:
     sync()
 
 
+def runs(name: str, world: int) -> bool:
+    return GPU or not (name in GPU_ONLY or (name in TWO_ON_CPU and world > 2))
+
+
 def main() -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if GPU:
         torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=60))
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     group = C.init_group(max_bytes=MAX_BYTES, timeout_s=20.0)
     at = Rank(rank, world, device, group)
     wanted = sys.argv[2:] or list(CASES)
     results: dict[str, dict[str, Any]] = {}
     for name in wanted:
-        if name in GPU_ONLY and not GPU:
+        if not runs(name, world):
             continue
         started, spent = time.monotonic(), time.process_time()
         try:
@@ -627,9 +638,16 @@ def main() -> int:
         except Exception:
             trouble = traceback.format_exc()
         troubles = at.everywhere(trouble)
-        results[name] = {"seconds": round(time.monotonic() - started, 3), "cpu": round(time.process_time() - spent, 2), "troubles": {str(r): t for r, t in enumerate(troubles) if t}}
+        results[name] = {
+            "seconds": round(time.monotonic() - started, 3),
+            "cpu": round(time.process_time() - spent, 2),
+            "troubles": {str(r): t for r, t in enumerate(troubles) if t},
+        }
         if rank == 0:
-            print(f"{'FAIL' if any(troubles) else 'ok  '} {results[name]['seconds']:7.2f} s (CPU {results[name]['cpu']:.1f})  {name}", flush=True)
+            print(
+                f"{'FAIL' if any(troubles) else 'ok  '} {results[name]['seconds']:7.2f} s (CPU {results[name]['cpu']:.1f})  {name}",
+                flush=True,
+            )
             for number, text in enumerate(troubles):
                 if text:
                     print(f"  rank {number}: {text}", flush=True)

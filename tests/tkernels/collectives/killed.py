@@ -24,7 +24,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if gpu:
         torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    dist.init_process_group("nccl" if gpu else "gloo")
     group = C.init_group(max_bytes=1 << 12, timeout_s=10.0)  # also the limit of the set-up, which a loaded machine may stretch
     C.group.find(group).timeout_s = 1.0
     x = torch.ones(100, device="cuda" if gpu else "cpu")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tkernels.collectives.cases import CASES, GPU, GPU_ONLY
+from tests.tkernels.collectives.cases import CASES, GPU, runs
 from tkernels.collectives.plan import MAX_WORLD, Launch, Sizes, plan_all_reduce, plan_fused, plan_gather
 
 HERE = Path(__file__).parent
@@ -55,7 +55,11 @@ def finish(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[tup
     """(return code, output) of each; all are ended, whatever happens."""
     try:
         deadline = time.monotonic() + timeout_s
-        return [(process.returncode, out) for process in processes for out, _ in [process.communicate(timeout=max(1, deadline - time.monotonic()))]]
+        return [
+            (process.returncode, out)
+            for process in processes
+            for out, _ in [process.communicate(timeout=max(1, deadline - time.monotonic()))]
+        ]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -75,8 +79,7 @@ def results(world: int) -> dict[str, Any]:
         return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [name for name in CASES if GPU or name not in GPU_ONLY])
+@pytest.mark.parametrize(("name", "world"), [(name, world) for world in WORLDS for name in CASES if runs(name, world)])
 def test_case(name: str, world: int) -> None:
     found = results(world)
     assert name in found, f"{name} did not run: {list(found)}"
