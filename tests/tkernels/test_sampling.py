@@ -14,6 +14,7 @@ import torch
 from oracle import column_slice
 
 import tkernels
+from tkernels import sampling
 from tkernels._rng import log_exponential_ref, philox_ref
 from tkernels.sampling import sample_ref
 
@@ -343,3 +344,15 @@ def test_b128_fresh_draws_at_every_replay(device: torch.device) -> None:
         assert seen[-1] == tkernels.sample(*arguments).tolist()
     assert len({row[0] for row in seen}) > 80
     assert {row[2] for row in seen} == {0}
+
+
+def test_the_cpu_path_is_the_oracle_without_its_cost_for_greedy_rows() -> None:
+    logits = torch.randn(7, 300)
+    logits[1, 5:9] = 99.0  # equals: the lowest id
+    logits[2] = -INF
+    logits[3, ::3] = math.nan
+    for temperature in ([0.0] * 7, [0.0, 0.0, 1.0, 0.7, -1.0, math.nan, 2.0], [1.0] * 7):
+        arguments = _arguments(logits, torch.tensor(temperature), top_k=20, top_p=0.9, seed=3, step=torch.arange(7))
+        assert torch.equal(sampling._sample_on_cpu(*arguments), sample_ref(*arguments))
+    empty = _arguments(logits[:0])
+    assert sampling._sample_on_cpu(*empty).shape == (0,)
