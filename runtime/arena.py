@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 _ALIGN = 256  # bytes; what the device allocator gives, and TMA and vector loads want at least 16
-_MAX_VIEWS = 1024  # sets of views remembered; steps that run eager come in any combination of sizes
-_NUMPY = {
-    torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32,
-    torch.int64: np.int64, torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
-    torch.bfloat16: np.uint16,  # numpy has none: its bits
-}  # fmt: skip
+_MAX_VIEWS = 4096  # combinations of sizes remembered; mixed batches come in many
+_UNKNOWN = 1 << 60  # rows that may not hold the padding: all of them
 
 
 class Dim(NamedTuple):
@@ -60,34 +56,34 @@ class InputSpec:
 
 @dataclass
 class _Tail:
-    """Where an input of one padded size may have a tail: along ``axis``, from ``size + extra`` on, up to ``stop``."""
-
-    axis: int
-    size: str
-    extra: int
-    stop: int
-
-
-@dataclass
-class _Input:
-    """One input at one set of padded sizes: its device view, and its tails."""
+    """The rows of an input past the real ones, at one pair of real and padded sizes. last: the row to repeat, or None."""
 
     name: str
     view: torch.Tensor
-    tails: list[_Tail]
-    pad: Any
-    rows_only: bool
-    """Dynamic in its first dimension alone and padded with a number: then its tail can be tracked."""
+    value: float | int
+    last: torch.Tensor | None
 
 
 @dataclass
-class _Staging:
-    """A host buffer and the event after which it may be written again."""
+class _Staged:
+    """The same in a staging buffer, as numpy arrays: what to write, what to fill with what, which bytes to copy."""
 
-    block: torch.Tensor
-    bytes: np.ndarray
-    event: torch.cuda.Event | None
-    arrays: dict[tuple[int, ...], dict[str, np.ndarray]] = field(default_factory=dict)
+    heads: dict[str, np.ndarray]
+    tails: list[tuple[np.ndarray, Any]]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class _Layout:
+    """Everything about one pair of real and padded sizes, so that a step in it computes nothing."""
+
+    views: dict[str, torch.Tensor]
+    heads: dict[str, torch.Tensor]
+    tails: dict[str, list[_Tail]]
+    used: dict[str, int]
+    """Real rows of the inputs whose tail is tracked: dynamic in the first dimension alone, and padded with a number."""
+    staged: list[_Staged]
 
 
 class Arena:
@@ -109,23 +105,20 @@ class Arena:
             self._offsets[name] = end
             end += -(-_nbytes(spec, largest) // _ALIGN) * _ALIGN
         self._size_names = list(self.largest)
+        on_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
-            self._staging = [self._make_staging(max(end, 1)) for _ in range(2)]
+            self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-        self._inputs: dict[tuple[int, ...], dict[str, _Input]] = {}
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
         # Rows from _dirty[name] on hold the padding value already.
         self._dirty = {name: self._rows(name) for name in self.specs}
 
     @property
     def nbytes(self) -> int:
         return self._block.nbytes
-
-    def _make_staging(self, nbytes: int) -> _Staging:
-        on_cuda = self.device.type == "cuda"
-        block = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-        return _Staging(block, block.numpy(), torch.cuda.Event() if on_cuda else None)
 
     def _key(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple([sizes[name] for name in self._size_names])
@@ -135,8 +128,8 @@ class Arena:
         return spec.sized(self.largest)[0] if spec.shape else 0
 
     def _bytes_of(self, name: str, sizes: Mapping[str, int]) -> slice:
-        spec, start = self.specs[name], self._offsets[name]
-        return slice(start, start + _nbytes(spec, sizes))
+        start = self._offsets[name]
+        return slice(start, start + _nbytes(self.specs[name], sizes))
 
     def views(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The inputs at these sizes, contiguous, in the order of the specs given. The addresses never change."""
@@ -148,97 +141,35 @@ class Arena:
             if len(self._views) > _MAX_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
-                self._views[key] = {
-                    name: self._block[self._bytes_of(name, sizes)].view(self.specs[name].dtype).view(self.specs[name].sized(sizes))
-                    for name in self.names
-                }
+                self._views[key] = {name: _cut(self._block, self._bytes_of(name, sizes), self.specs[name], sizes) for name in self.names}
         return self._views[key]
 
-    def _inputs_at(self, padded: Mapping[str, int]) -> dict[str, _Input]:
-        key = self._key(padded)
-        if key not in self._inputs:
-            views = self.views(padded)
-            made = {}
-            for name, spec in self.specs.items():
-                dims = [(axis, d) for axis, d in enumerate(spec.shape) if isinstance(d, Dim)]
-                tails = [_Tail(axis, d.name, d.extra, views[name].shape[axis]) for axis, d in dims]
-                rows_only = [t.axis for t in tails] == [0] and spec.pad != "last"
-                made[name] = _Input(name, views[name], tails, spec.pad, rows_only)
-            self._inputs[key] = made
-        return self._inputs[key]
+    def _layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> _Layout:
+        key = self._key(real) + self._key(padded)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) > _MAX_VIEWS:
+                self._layouts.clear()
+            with torch.inference_mode(False):
+                layout = self._layouts[key] = self._make_layout(real, padded)
+        return layout
 
-    # -- filling from the host ------------------------------------------------------------------------------------------------
-
-    def host(self, padded: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Numpy views, at the padded sizes of the next step, to write its real values into; ``upload`` completes them.
-
-        Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
-        """
-        staging = self._staging[self._turn]
-        if staging.event is not None:
-            staging.event.synchronize()
-        key = self._key(padded)
-        if key not in staging.arrays:
-            staging.arrays[key] = {
-                name: staging.bytes[self._bytes_of(name, padded)].view(_NUMPY[spec.dtype]).reshape(spec.sized(padded))
-                for name, spec in self.specs.items()
-            }
-        return staging.arrays[key]
-
-    def upload(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Complete the tails of what was written into ``host(padded)`` and copy it to the device, in one copy.
-
-        Returns the device views at the padded sizes. Does not wait for the copy.
-        """
-        staging = self._staging[self._turn]
-        arrays = staging.arrays[self._key(padded)]
-        end = 0
-        for name, input_ in self._inputs_at(padded).items():
-            array = arrays[name]
-            for tail in input_.tails:
-                used = real[tail.size] + tail.extra
-                if used < tail.stop:
-                    _fill_numpy(array, tail.axis, used, self.specs[name])
-            self._dirty[name] = self._rows(name)  # past the padded size now lies what the staging buffer held there
-            if array.nbytes:
-                end = self._offsets[name] + array.nbytes
-        self._block[:end].copy_(staging.block[:end], non_blocking=True)
-        if staging.event is not None:
-            staging.event.record()
-        self._turn ^= 1
-        return self.views(padded)
-
-    # -- filling from tensors -------------------------------------------------------------------------------------------------
-
-    def load(self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Copy a step's tensors (at the real sizes) in and complete the tails. Returns the device views at the padded sizes.
-
-        Host tensors go to another device in one packed copy. A value that is the arena's own memory already is not copied.
-        """
-        if self.device.type == "cuda" and any(value.device.type == "cpu" for value in values.values()):
-            values = self._load_from_host(values, real, padded)
-        inputs = self._inputs_at(padded)
-        for name, value in values.items():
-            input_ = inputs[name]
-            head = self.real_part(name, input_.view, real)
-            if value.data_ptr() != head.data_ptr():
-                head.copy_(value, non_blocking=True)
-            elif value.stride() != head.stride():  # the same memory laid out for another size: read it all before writing
-                head.copy_(value.clone())
-            self._fill_tails(input_, real)
-        return self.views(padded)
-
-    def _load_from_host(
-        self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]
-    ) -> dict[str, torch.Tensor]:
-        """The packed copy. Returns the values that are on the device and still to be copied."""
-        arrays = self.host(padded)
-        for name, value in values.items():
-            if value.device.type == "cpu":
-                source = value.view(torch.uint16) if value.dtype is torch.bfloat16 else value
-                arrays[name][tuple([slice(n) for n in value.shape])] = source.numpy()
-        self.upload(real, padded)
-        return {name: value for name, value in values.items() if value.device.type != "cpu"}
+    def _make_layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> _Layout:
+        views = self.views(padded)
+        end = max((self._bytes_of(name, padded).stop for name in self.specs if views[name].numel()), default=0)
+        heads, tails, used = {}, {}, {}
+        staged = [_Staged({}, [], block[:end], self._block[:end]) for block in self._staging]
+        for name, spec in self.specs.items():
+            heads[name], tails[name] = self.real_part(name, views[name], real), _tails(spec, views[name], real)
+            if spec.pad != "last" and [axis for axis, d in enumerate(spec.shape) if isinstance(d, Dim)] == [0]:
+                used[name] = heads[name].shape[0]
+            for block, part in zip(self._staging, staged, strict=True):
+                view = _cut(block, self._bytes_of(name, padded), spec, padded)
+                part.heads[name] = _numpy(self.real_part(name, view, real))
+                for tail in _tails(spec, view, real):
+                    fill = tail.value if spec.dtype is not torch.bfloat16 else _numpy(torch.tensor(tail.value, dtype=spec.dtype)).item()
+                    part.tails.append((_numpy(tail.view), fill if tail.last is None else _numpy(tail.last)))
+        return _Layout(views, heads, tails, used, staged)
 
     def real_part(self, name: str, view: torch.Tensor, real: Mapping[str, int]) -> torch.Tensor:
         """The part of an input's padded view that holds real values."""
@@ -247,70 +178,123 @@ class Arena:
                 view = view.narrow(axis, 0, real[dim.name] + dim.extra)
         return view
 
-    def _fill_tails(self, input_: _Input, real: Mapping[str, int]) -> None:
-        name = input_.name
-        if input_.rows_only:
+    # -- filling from the host ------------------------------------------------------------------------------------------------
+
+    def host(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Numpy arrays of the real sizes to write the next step's inputs into; then call ``upload`` with the same sizes.
+
+        Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
+        """
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._layout(real, padded).staged[self._turn].heads
+
+    def upload(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Complete the tails of what was written into ``host(…)`` and copy it to the device, in one copy.
+
+        Returns the device views at the padded sizes. Does not wait for the copy.
+        """
+        layout, event = self._layout(real, padded), self._copied[self._turn]
+        staged = layout.staged[self._turn]
+        for tail, fill in staged.tails:
+            tail[...] = fill
+        staged.target.copy_(staged.source, non_blocking=True)
+        if event is not None:
+            event.record()
+        self._turn ^= 1
+        for name in layout.used:  # past the padded rows now lies what the staging buffer held there
+            self._dirty[name] = _UNKNOWN
+        return layout.views
+
+    # -- filling from tensors -------------------------------------------------------------------------------------------------
+
+    def load(self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Copy a step's tensors (at the real sizes) in and complete the tails. Returns the device views at the padded sizes.
+
+        Host tensors go to another device in one packed copy. A value that is the arena's own memory already is not copied.
+        """
+        if self.device.type == "cuda" and any([value.device.type == "cpu" for value in values.values()]):
+            values = self._load_from_host(values, real, padded)
+        layout = self._layout(real, padded)
+        for name, value in values.items():
+            head = layout.heads[name]
+            if value.data_ptr() != head.data_ptr():
+                head.copy_(value, non_blocking=True)
+            elif value.stride() != head.stride():  # the same memory laid out for another size: read it all before writing
+                head.copy_(value.clone())
+            self._fill_tails(name, layout)
+        return layout.views
+
+    def _load_from_host(
+        self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """The packed copy. Returns the values that are on the device and still to be copied."""
+        arrays = self.host(real, padded)
+        rest = {}
+        for name, value in values.items():
+            if value.device.type == "cpu":
+                np.copyto(arrays[name], _numpy(value))
+            else:
+                rest[name] = value
+        self.upload(real, padded)
+        return rest
+
+    def _fill_tails(self, name: str, layout: _Layout) -> None:
+        used = layout.used.get(name)
+        if used is None:
+            for tail in layout.tails[name]:
+                tail.view.copy_(tail.last.expand_as(tail.view)) if tail.last is not None else tail.view.fill_(tail.value)
+        elif used != self._dirty[name]:
             # A step of the same size as the one before has nothing to fill.
-            used, dirty = real[input_.tails[0].size] + input_.tails[0].extra, self._dirty[name]
-            if used < dirty:
-                self.views(self.largest)[name][used:dirty].fill_(input_.pad)
+            if used < self._dirty[name]:
+                value = self.specs[name].pad
+                assert not isinstance(value, str)
+                self.views(self.largest)[name][used : self._dirty[name]].fill_(value)
             self._dirty[name] = used
-            return
-        for tail in input_.tails:
-            used = real[tail.size] + tail.extra
-            if used < tail.stop:
-                _fill_torch(input_.view, tail.axis, used, self.specs[name])
-        self._dirty[name] = self._rows(name)
 
     # -- checks ---------------------------------------------------------------------------------------------------------------
 
     def touched(self, names: Iterable[str]) -> None:
         """Somebody else wrote into these buffers: their tails must be filled again, whatever the next step's size."""
         for name in names:
-            self._dirty[name] = self._rows(name)
+            self._dirty[name] = _UNKNOWN
 
     def poison_tails(self, real: Mapping[str, int], padded: Mapping[str, int]) -> None:
         """Put NaN into the tails of the float inputs. Whatever real row changes by this had read padding."""
-        for name, input_ in self._inputs_at(padded).items():
-            if self.specs[name].dtype.is_floating_point:
-                self._refill(input_, real, math.nan)
+        self._refill([n for n, s in self.specs.items() if s.dtype.is_floating_point], math.nan, real, padded)
 
     def shake_tails(self, names: Iterable[str], real: Mapping[str, int], padded: Mapping[str, int]) -> None:
         """Other padding than declared into the integer inputs of these names: the last real row, again and again."""
-        for name in names:
-            if not self.specs[name].dtype.is_floating_point:
-                self._refill(self._inputs_at(padded)[name], real, "last")
+        self._refill([n for n in names if not self.specs[n].dtype.is_floating_point], "last", real, padded)
 
-    def _refill(self, input_: _Input, real: Mapping[str, int], pad: float | Literal["last"]) -> None:
-        for tail in input_.tails:
-            used = real[tail.size] + tail.extra
-            if used < tail.stop:
-                _fill_torch(input_.view, tail.axis, used, replace(self.specs[input_.name], pad=pad))
-        self.touched([input_.name])
+    def _refill(self, names: Iterable[str], pad: float | Literal["last"], real: Mapping[str, int], padded: Mapping[str, int]) -> None:
+        for name in names:
+            for tail in _tails(replace(self.specs[name], pad=pad), self.views(padded)[name], real):
+                tail.view.copy_(tail.last.expand_as(tail.view)) if tail.last is not None else tail.view.fill_(tail.value)
+        self.touched(names)
 
 
 def _nbytes(spec: InputSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(spec.sized(sizes)) * spec.dtype.itemsize
 
 
-def _fill_numpy(array: np.ndarray, axis: int, used: int, spec: InputSpec) -> None:
-    before = (slice(None),) * axis
-    if spec.pad == "last" and used:
-        array[(*before, slice(used, None))] = array[(*before, slice(used - 1, used))]
-    elif spec.dtype is torch.bfloat16:
-        array[(*before, slice(used, None))] = torch.tensor(_number(spec), dtype=torch.bfloat16).view(torch.uint16).item()
-    else:
-        array[(*before, slice(used, None))] = _number(spec)
+def _cut(block: torch.Tensor, where: slice, spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    return block[where].view(spec.dtype).view(spec.sized(sizes))
 
 
-def _fill_torch(view: torch.Tensor, axis: int, used: int, spec: InputSpec) -> None:
-    tail = view.narrow(axis, used, view.shape[axis] - used)
-    if spec.pad == "last" and used:
-        tail.copy_(view.narrow(axis, used - 1, 1).expand_as(tail))
-    else:
-        tail.fill_(_number(spec))
+def _tails(spec: InputSpec, view: torch.Tensor, real: Mapping[str, int]) -> list[_Tail]:
+    """What lies past the real rows, along each dynamic dimension. With "last" and no row at all there is nothing to repeat: 0."""
+    tails = []
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, Dim) and (used := real[dim.name] + dim.extra) < view.shape[axis]:
+            last = view.narrow(axis, used - 1, 1) if spec.pad == "last" and used else None
+            value = 0 if isinstance(spec.pad, str) else spec.pad
+            tails.append(_Tail(spec.name, view.narrow(axis, used, view.shape[axis] - used), value, last))
+    return tails
 
 
-def _number(spec: InputSpec) -> float | int:
-    """The padding value; with "last" and no row at all there is nothing to repeat."""
-    return 0 if isinstance(spec.pad, str) else spec.pad
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

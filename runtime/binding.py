@@ -36,10 +36,10 @@ class Binding:
     def __init__(self, forward: Callable[..., Any], dynamic: Dynamic) -> None:
         self._signature = inspect.signature(forward)
         parameters = list(self._signature.parameters.values())
-        self._names = [p.name for p in parameters if p.kind in _POSITIONAL]
+        self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self._variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        self._all = self._names + self._keyword_only
+        self.names = self._positional + self._keyword_only
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.dims: dict[str, dict[int, Dim]] = {}
         for name, where in dynamic.items():
@@ -62,17 +62,49 @@ class Binding:
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return dict(bound.arguments)
-        values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        if len(args) > len(self._names) or len(values) != len(self._all) or any(n in kwargs for n in self._names[: len(args)]):
+        values = {**self._defaults, **dict(zip(self._positional, args, strict=False)), **kwargs}
+        if len(args) > len(self._positional) or len(values) != len(self.names) or any(n in kwargs for n in self._positional[: len(args)]):
             self._signature.bind(*args, **kwargs)
         return values
+
+    def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], tuple[Any, ...]] | None:
+        """The values of the arguments in order, and what a call can be recognised by: shapes, dtypes and host values.
+
+        None where it takes ``read`` to tell: nested arguments, unusual host values, wrong arguments.
+        """
+        if self._variadic or len(args) > len(self._positional):
+            return None
+        values = list(args)
+        taken = len(kwargs)
+        for name in self.names[len(args) :]:
+            value = kwargs.get(name, _MISSING)
+            if value is _MISSING:
+                value = self._defaults.get(name, _MISSING)
+                if value is _MISSING:
+                    return None
+            else:
+                taken -= 1
+            values.append(value)
+        if taken:
+            return None
+        key: list[Any] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                key.append(value.shape)
+                key.append(value.dtype)
+            elif value.__class__ in _PLAIN:
+                key.append(value.__class__)  # True, 1 and 1.0 are equal to Python and not to a graph
+                key.append(value)
+            else:
+                return None
+        return values, tuple(key)
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Take a call apart. Raises ValueError where two tensors disagree on a named size."""
         tensors: dict[str, torch.Tensor] = {}
         host: list[Any] = []
         values = self.arguments(args, kwargs)
-        for name in self._all if not self._variadic else list(values):
+        for name in self.names if not self._variadic else list(values):
             value = values[name]
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
@@ -126,7 +158,7 @@ class Binding:
         for name, text in structures:
             spec, labels = self._structures[name, text]
             values[name] = pytree.tree_unflatten([values[label] for label in labels], spec)
-        args: list[Any] = [values[name] for name in self._names]
+        args: list[Any] = [values[name] for name in self._positional]
         kwargs = {name: values[name] for name in self._keyword_only}
         for parameter in self._variadic:
             if parameter.kind is parameter.VAR_POSITIONAL:
@@ -144,6 +176,10 @@ class Binding:
                     raise ValueError(
                         f"{what}: no tensor argument {name!r}; {f'did you mean {near[0]!r}?' if near else f'known here: {sorted(tensors)}'}"
                     )
+
+
+_MISSING = object()
+_PLAIN = frozenset((int, bool, float, str, type(None)))
 
 
 class _ById:

@@ -10,7 +10,7 @@ piece N, splitting op, persistent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,6 +167,7 @@ class _Capture:
         self.written: dict[str, torch.Tensor] = {}
         self.copied_bytes = 0
         self.launched = 0
+        self.inside_piece = False
         self.origins: dict[int, _Origin] = {}
         self.known = dict(persistent)
         for name, tensor in persistent.items():
@@ -240,20 +241,26 @@ class _Capture:
         return self.pool.weak(t) if made_here and self.pool.owns(t) else t.detach()
 
     def launch(self, piece: Callable[..., Any], *args: Any) -> Any:
-        """A compiled piece (see ``graph.launch``)."""
+        """A compiled piece (see ``graph.launch``). It may say its ``name``, its ``inputs``' names, and which of them it ``writes``."""
         name = getattr(piece, "name", None) or f"compiled piece {self.launched}"
         self.launched += 1
         graph = self.graph
-        output = graph.launch(piece, *args) if graph is not None else piece(*args)
+        self.inside_piece = True
+        try:
+            output = graph.launch(piece, *args) if graph is not None else piece(*args)
+        finally:
+            self.inside_piece = False
         with _disable_current_modes():
-            self.observe(name, None, args, {}, output)
+            self.observe(name, None, args, {}, output, names=getattr(piece, "inputs", ()))
+            for index in getattr(piece, "writes", ()):  # no dispatcher and no schema shows what compiled code writes
+                self._wrote(args[index])
         return output
 
     # -- owners ---------------------------------------------------------------------------------------------------------------
 
-    def observe(self, name: str, op: Any, args: Any, kwargs: Any, output: Any, kind: str = "graph") -> None:
+    def observe(self, name: str, op: Any, args: Any, kwargs: Any, output: Any, kind: str = "graph", names: Sequence[str] = ()) -> None:
         segment = len(self.segments)
-        for path, t in _named_tensors(op, args, kwargs):
+        for path, t in _named_tensors(op, args, kwargs, names):
             if not t.numel():
                 continue
             origin = self._origin(t)
@@ -316,15 +323,15 @@ class _Cutter(TorchDispatchMode):
     def __init__(self, capture: _Capture) -> None:
         super().__init__()
         self.capture = capture
-        self.inside_piece = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.capture.splitting:
             return self.capture.split(func, args, kwargs)
         output = func(*args, **kwargs)
-        with _disable_current_modes():
-            self.capture.observe(str(func), func, args, kwargs, output)
+        if not self.capture.inside_piece:  # of a compiled piece only some ops pass here; it is observed as a whole
+            with _disable_current_modes():
+                self.capture.observe(str(func), func, args, kwargs, output)
         return output
 
 
@@ -342,9 +349,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for item in tree for t in _tensors(item)]
 
 
-def _named_tensors(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensor arguments with the names of the op's schema."""
-    names = [a.name for a in op._schema.arguments] if op is not None else []
+def _named_tensors(op: Any, args: Any, kwargs: Any, names: Sequence[str] = ()) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensor arguments with the names of the op's schema, or with those given."""
+    names = [a.name for a in op._schema.arguments] if op is not None else names
     for i, value in enumerate(args):
         name = names[i] if i < len(names) else f"input {i}"
         tensors = _tensors(value)

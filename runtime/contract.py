@@ -42,22 +42,25 @@ class Inputs:
 
 def prove(
     step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Arena, dims: OutputDims, pool: Pool, name: str
-) -> frozenset[str]:
-    """Compare replays with the callable not captured. Returns the arena inputs that the step writes into.
+) -> tuple[frozenset[str], bool]:
+    """Compare replays with the callable not captured. Returns the arena inputs that the step writes into, and whether running the
+    step twice is running it once.
 
     Raises CaptureError naming the step and the output that differs. Leaves the arena with the last set of inputs.
     """
     mutated: set[str] = set(step.mutated)
+    idempotent = True
     for given in inputs:
         problem = _compare(step, reference, given, arena, dims, pool, mutated, {})
         if problem and step.written:
             # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
             small = {n: t for n, t in step.written.items() if t.nbytes <= RESTORED_BYTES}
             problem = _compare(step, reference, given, arena, dims, pool, mutated, small)
+            idempotent = False
         if problem:
             raise CaptureError(f"{name}: {problem}")
     step.verified()
-    return frozenset(mutated)
+    return frozenset(mutated), idempotent
 
 
 def _compare(

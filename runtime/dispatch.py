@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class Dispatcher:
         self.steps: Counter[tuple[str, int]] = Counter()
         self.padding: Counter[tuple[str, int]] = Counter()
         self.step_sizes: Counter[int] = Counter()
+        self.steps_of_key: Counter[str] = Counter()
         self.unknown_keys: Counter[str] = Counter()
         self.eager_reasons: Counter[str] = Counter()
         self._picks: dict[tuple[str, int], Decision] = {}
@@ -83,6 +84,7 @@ class Dispatcher:
         self.steps[at] += 1
         self.padding[at] += pick.padding
         self.step_sizes[n] += 1
+        self.steps_of_key[key] += 1
         if pick.mode == "eager":
             self.eager_reasons[pick.reason] += 1
             if key not in self.keys:
@@ -147,15 +149,12 @@ class Dispatcher:
 
     def eager_ms(self, key: str, n: int) -> float | None:
         """Eager cost at n, straight between the measured sizes."""
-        measured = self.table.at(key, "eager")
-        if not measured:
-            return None
-        xs = list(measured)
-        i = bisect_left(xs, n)
-        if i == 0 or i == len(xs):
-            return measured[xs[min(i, len(xs) - 1)]]
-        low, high = xs[i - 1], xs[i]
-        return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
+        return _between(self.table.at(key, "eager"), n)
+
+    def graph_ms(self, key: str, size: int) -> float:
+        """What a graph of this size would cost: the cheapest mode, straight between the measured sizes; the size if none was."""
+        costs = [ms for mode in ("full", "piecewise") if (ms := _between(self.table.at(key, mode), size)) is not None]
+        return min(costs, default=float(size))
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start or ``reset_stats``: steps and padding rows by mode and size, and why steps ran eager."""
@@ -169,8 +168,20 @@ class Dispatcher:
         }
 
     def reset_stats(self) -> None:
-        for counter in (self.steps, self.padding, self.step_sizes, self.unknown_keys, self.eager_reasons):
+        for counter in (self.steps, self.padding, self.step_sizes, self.steps_of_key, self.unknown_keys, self.eager_reasons):
             counter.clear()
+
+
+def _between(measured: Mapping[int, float], n: int) -> float | None:
+    """Linear interpolation; the nearest value outside the measured range."""
+    if not measured:
+        return None
+    xs = list(measured)
+    i = bisect_left(xs, n)
+    if i == 0 or i == len(xs):
+        return measured[xs[min(i, len(xs) - 1)]]
+    low, high = xs[i - 1], xs[i]
+    return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
 
 
 def _fits(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
@@ -190,7 +201,3 @@ def regret(picks: Mapping[int, tuple[str, int]], measured: Mapping[int, Mapping[
         rows.append({"tokens": n, "pick": pick, "pick_ms": measured[n][pick], "best": best, "best_ms": measured[n][best],
                      "regret": measured[n][pick] / measured[n][best] - 1.0})  # fmt: skip
     return rows
-
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""

@@ -22,20 +22,20 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
+from runtime.calls import Route, illegal_memory, illegal_shape, replay
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
-from runtime.contract import same_bits
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
 from runtime.measure import CostTable, fingerprint
-from runtime.outputs import Borrowed
 from runtime.plan import Plan
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
-from runtime.warmup import Progress, capture_all, measure_all, publish, resized, warm_up
+from runtime.warmup import Progress, capture_all, measure_all, measure_regret, publish, resized, warm_up
 
 MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
+_MAX_ROUTES = 1 << 16
 _HOT = 8  # steps after which a lazily captured size is worth its capture
 
 
@@ -58,7 +58,7 @@ def graphed(
     bounds: the largest value of another named size; at token size N it is padded to min(N, bound). A function of (N, host values)
         where it depends on them: with q tokens a sequence ``{"seqs": lambda tokens, host: tokens // host["q"]}``.
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
-    borrow: outputs are the graph's own memory, not copies; using one after a later step has overwritten it raises.
+    borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises.
     """
     return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
 
@@ -85,12 +85,12 @@ class GraphedModule(torch.nn.Module):
         self.config = config
         self.borrow = borrow
         self._binding = Binding(module.forward, dynamic)
-        names = set(self._binding._all)
+        names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
         self._bounds, self._static = dict(bounds), tuple(static)
         self._steps: Steps | None = None
         self._dispatcher: Dispatcher | None = None
-        self._texts: dict[tuple[Any, ...], str] = {}
+        self._routes: dict[tuple[Any, ...], Route] = {}
         self._lock = threading.RLock()
         self._hot: Counter[tuple[tuple[Any, ...], int]] = Counter()
         self._lists: dict[str, list[int]] = {}
@@ -111,6 +111,8 @@ class GraphedModule(torch.nn.Module):
             table, reason = self._load_costs(device)
             if reason:
                 self._steps.remark(reason)
+            if self.config.graph.histogram:
+                self._steps.traffic = sizing.load_histogram(self.config.graph.histogram)
             self._dispatcher = Dispatcher(table, mode=self.config.graph.mode, token=self._binding.token)
             self._lists = self._plan_sizes()
         return self._steps, self._dispatcher
@@ -133,17 +135,17 @@ class GraphedModule(torch.nn.Module):
         table, reason = CostTable.load(path, valid_for) if path else (None, "")
         return table or CostTable(valid_for), reason
 
-    def _plan_sizes(self) -> dict[str, list[int]]:
+    def _plan_sizes(self, max_graphs: int | None = None, cost: Callable[[int], float] | None = None) -> dict[str, list[int]]:
+        """mode -> sizes to capture."""
         graph = self.config.graph
-        histogram = sizing.load_histogram(graph.histogram) if graph.histogram else None
         lists: dict[str, list[int]] = {}
         assert self._steps is not None
         for mode, configured in (("piecewise", graph.capture_sizes), ("full", graph.full_sizes)):
             if mode == "full" and configured == "auto":
                 configured = graph.capture_sizes
             chosen, remark = sizing.capture_sizes(
-                configured, max_tokens=graph.max_tokens, max_num_seqs=self.config.scheduler.max_num_seqs,
-                max_graphs=graph.max_graphs, histogram=histogram,
+                configured if cost is None else "auto", max_tokens=graph.max_tokens, max_num_seqs=self.config.scheduler.max_num_seqs,
+                max_graphs=max_graphs or graph.max_graphs, histogram=self._steps.traffic, cost=cost,
             )  # fmt: skip
             if remark:
                 self._steps.remark(remark)
@@ -181,6 +183,7 @@ class GraphedModule(torch.nn.Module):
             if not representatives:
                 raise ValueError("warmup: expected at least one key, got none")
             steps, dispatcher = self._prepare(representatives[0][0])
+            self._routes.clear()
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
             if self.config.graph.cost_table:
                 dispatcher.table.save(self.config.graph.cost_table)
@@ -211,79 +214,54 @@ class GraphedModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            call = self._binding.read(args, kwargs)
             if self._steps is None:
-                if call.sizes[self._binding.token] == 0:
+                if self._binding.read(args, kwargs).sizes[self._binding.token] == 0:
                     return self.module(*args, **kwargs)
                 self.warmup(*args, **kwargs)
             steps, dispatcher = self._steps, self._dispatcher
             assert steps is not None and dispatcher is not None
-            key = steps.keys.get(call.host)
-            illegal = "" if key is None else _illegal(key, call)
-            decision = dispatcher.dispatch(self._text(call.host), call.sizes, illegal)
+            route, tensors = self._route(steps, args, kwargs)
+            key, illegal = route.key, route.illegal
+            if key is not None and not illegal and (key.static or key.writes_arguments):
+                illegal = illegal_memory(key, tensors)
+            decision = dispatcher.dispatch(route.text, route.sizes, illegal)
             if key is None:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
                 return self.module(*args, **kwargs)
             if decision.mode == "eager":
                 if self.config.graph.capture == "lazy":
-                    self._note_hot(key, call)
-                return self._run_eager(key, call, illegal)
+                    self._note_hot(key, route.sizes)
+                return self._run_eager(key, tensors, illegal)
             if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
                 self._moved(moved)
             captured = key.captured.get((decision.mode, decision.size))
             if captured is None:  # the capture that the moved weight made necessary has failed
-                return self._run_eager(key, call, illegal)
-            return self._replay(key, captured, call)
+                return self._run_eager(key, tensors, illegal)
+            poison = self.config.graph.check == "poison"
+            return replay(steps, key, captured, tensors, route.sizes, poison=poison, borrow=self.borrow)
 
-    def _text(self, host: tuple[Any, ...]) -> str:
-        text = self._texts.get(host)
-        if text is None:
-            text = self._texts[host] = key_text(host)
-        return text
+    def _route(self, steps: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Route, dict[str, torch.Tensor]]:
+        """What serves this call, remembered by its shapes, dtypes and host values; and its tensors by name."""
+        signature = self._binding.signature(args, kwargs)
+        if signature is not None:
+            values, known_by = signature
+            if (route := self._routes.get(known_by)) is not None:
+                return route, {name: values[i] for i, name in route.names}
+        call = self._binding.read(args, kwargs)
+        key = steps.keys.get(call.host)
+        names = tuple((i, name) for i, name in enumerate(self._binding.names) if name in call.tensors)
+        route = Route(key, key_text(call.host), names, call.sizes, "" if key is None else illegal_shape(key, call))
+        if signature is not None:
+            if len(self._routes) > _MAX_ROUTES:
+                self._routes.clear()
+            self._routes[known_by] = route
+        return route, call.tensors
 
-    def _run_eager(self, key: KeySteps, call: Call, illegal: str) -> Any:
+    def _run_eager(self, key: KeySteps, tensors: Mapping[str, torch.Tensor], illegal: str) -> Any:
         """What was timed as eager: the callable that the graphs were captured from. The module, where that is not made for the call."""
         device = key.arena.device
-        tensors = {n: t if t.device == device else t.to(device, non_blocking=True) for n, t in call.tensors.items()}
+        tensors = {n: t if t.device == device else t.to(device, non_blocking=True) for n, t in tensors.items()}
         return key.module_call(tensors) if illegal else key.eager(tensors)
-
-    def _replay(self, key: KeySteps, captured: Captured, call: Call) -> Any:
-        real, padded = call.sizes, captured.padded
-        values = call.tensors if not key.static else {n: t for n, t in call.tensors.items() if n in key.specs}
-        views = key.arena.load(values, real, padded)
-        if self.config.graph.check == "poison":
-            self._replay_poisoned(key, captured, views, real)
-        else:
-            captured.step.replay()
-        captured.replays += 1
-        for name in captured.mutated:
-            values[name].copy_(key.arena.real_part(name, views[name], real))
-            key.arena.touched([name])
-        return self._hand_out(key, captured, real)
-
-    def _replay_poisoned(self, key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:
-        key.arena.poison_tails(real, captured.padded)
-        if captured.mutated or captured.step.written:
-            captured.step.replay()  # running it twice could count twice
-            return
-        expected = pytree.tree_map_only(torch.Tensor, torch.clone, key.call(views))
-        captured.step.replay()
-        for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(captured.step.output), strict=True)):
-            if isinstance(want, torch.Tensor) and not same_bits(want, got):
-                raise CaptureError(f'graph.check = "poison": output {i} of the replay differs from the same callable not captured')
-
-    def _hand_out(self, key: KeySteps, captured: Captured, real: Mapping[str, int]) -> Any:
-        leaves, spec = pytree.tree_flatten(captured.step.output)
-        for i, (leaf, dims) in enumerate(zip(leaves, key.dims, strict=True)):
-            if dims is None:
-                continue
-            for axis, dim in dims.items():
-                leaf = leaf.narrow(axis, 0, real[dim.name] + dim.extra)
-            if self.borrow:
-                now = captured.replays
-                leaves[i] = Borrowed.over(leaf, partial(_replayed_since, captured, now))
-            else:
-                leaves[i] = leaf.clone()
-        return pytree.tree_unflatten(leaves, spec)
 
     # -- changes --------------------------------------------------------------------------------------------------------------
 
@@ -295,9 +273,9 @@ class GraphedModule(torch.nn.Module):
             )
         self.recapture()
 
-    def _note_hot(self, key: KeySteps, call: Call) -> None:
+    def _note_hot(self, key: KeySteps, sizes: Mapping[str, int]) -> None:
         """Lazy capture: the size that would serve this step is captured once it has been asked for often enough."""
-        n = call.sizes[self._binding.token]
+        n = sizes[self._binding.token]
         size = min((s for list_ in self._lists.values() for s in list_ if s >= n), default=0)
         if not size or n == 0:
             return
@@ -313,6 +291,26 @@ class GraphedModule(torch.nn.Module):
             publish(steps, dispatcher)
             measure_all(steps, dispatcher, {key.host: sorted({size for _, _, size in todo})})
             dispatcher.changed()
+
+    def replan(self, max_graphs: int | None = None, progress: Progress | None = None) -> Plan:
+        """Choose the sizes anew for the traffic since the start, by measured costs, and capture what is missing.
+
+        max_graphs: how many, by default ``graph.max_graphs``. Call it between steps, after enough of them.
+        """
+        with self._lock:
+            steps, dispatcher = self._steps, self._dispatcher
+            if steps is None or dispatcher is None or not dispatcher.step_sizes:
+                raise RuntimeError("replan: there has been no step yet to plan for")
+            steps.traffic = dict(dispatcher.step_sizes)
+            busiest = max(steps.keys.values(), key=lambda key: dispatcher.steps_of_key[key.text])
+            self._lists = self._plan_sizes(max_graphs, partial(dispatcher.graph_ms, busiest.text))
+            for key in steps.keys.values():
+                for mode, size in list(key.captured):
+                    if size not in self._lists.get(mode, ()):
+                        steps.drop(key, mode, size, "the traffic does not need it")
+            representatives = [(key.example, key.representative) for key in steps.keys.values()]
+            self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
+            return self.plan
 
     def recapture(self) -> None:
         """Capture again what is captured, after weights or caches have moved. Measured costs are kept."""
@@ -335,6 +333,7 @@ class GraphedModule(torch.nn.Module):
                 self._steps.pool.reset()
             self._steps = self._dispatcher = self.plan = None
             self._hot.clear()
+            self._routes.clear()
 
     # -- questions ------------------------------------------------------------------------------------------------------------
 
@@ -349,7 +348,8 @@ class GraphedModule(torch.nn.Module):
         if self._steps is None or self._dispatcher is None:
             raise RuntimeError("explain: nothing is captured yet; call warmup first")
         key = self._steps.keys.get(call.host)
-        return self._dispatcher.decide(self._text(call.host), call.sizes, "" if key is None else _illegal(key, call))
+        illegal = "" if key is None else illegal_shape(key, call) or illegal_memory(key, call.tensors)
+        return self._dispatcher.decide(key_text(call.host), call.sizes, illegal)
 
     def addresses(self) -> dict[str, list[Address]]:
         """The contract as captured: for each key and mode, at its largest size, every input of every segment."""
@@ -360,6 +360,16 @@ class GraphedModule(torch.nn.Module):
                     largest[key.text, mode] = size, captured
         return {f"{key}, {mode} at size {size}": captured.step.addresses for (key, mode), (size, captured) in largest.items()}
 
+    def regret(self, sizes: Iterable[int] | None = None) -> dict[str, list[dict[str, Any]]]:
+        """Time every step size again (1 to the maximum, or ``sizes``) in every mode, and compare the pick with the best, for each key.
+
+        Rows: tokens, pick, pick_ms, best, best_ms, regret (how much slower the pick is, as a share).
+        """
+        if self._steps is None or self._dispatcher is None:
+            raise RuntimeError("regret: nothing is captured yet; call warmup first")
+        wanted = list(sizes) if sizes is not None else list(range(1, self.config.graph.max_tokens + 1))
+        return {key.text: measure_regret(self._steps, self._dispatcher, key, wanted) for key in self._steps.keys.values()}
+
     def stats(self) -> dict[str, Any]:
         """Steps and padding by mode and size, why steps ran eager, graph and arena bytes."""
         if self._steps is None or self._dispatcher is None:
@@ -368,38 +378,3 @@ class GraphedModule(torch.nn.Module):
             "graph_bytes": self._steps.graph_bytes,
             "arena_bytes": sum(key.arena.nbytes for key in self._steps.keys.values()),
         }
-
-
-def _replayed_since(captured: Captured, now: int) -> bool:
-    return captured.replays != now
-
-
-def _shared_memory(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The first two arguments over one storage, or "". Copies of them would no longer overlap as they do."""
-    seen: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        other = seen.setdefault(tensor.untyped_storage()._cdata, name)
-        if other != name:
-            return f"{other} and {name}"
-    return ""
-
-
-def _illegal(key: KeySteps, call: Call) -> str:
-    """Why no graph of this key may serve the call, or ""."""
-    for name, spec in key.specs.items():
-        tensor = call.tensors.get(name)
-        if tensor is None or tensor.dtype != spec.dtype or tensor.ndim != len(spec.shape):
-            got = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
-            return f"{name}: the graphs take {[str(d) for d in spec.shape]} {spec.dtype}, got {got}"
-        for n, wanted in zip(tensor.shape, spec.shape, strict=True):
-            if wanted.__class__ is int and n != wanted:
-                return f"{name}: the graphs take {[str(d) for d in spec.shape]}, got {list(tensor.shape)}"
-    if key.alike and len({call.sizes[name] for name in key.alike}) > 1:
-        return f"the outputs do not tell which of {list(key.alike)} they follow, and they differ: {call.sizes}"
-    if key.writes_arguments and (shared := _shared_memory(call.tensors)):
-        return f"{shared} share memory and the module writes its arguments"
-    for name, tensor in key.static.items():
-        given = call.tensors[name]
-        if given.data_ptr() != tensor.data_ptr() or given.shape != tensor.shape or given.stride() != tensor.stride():
-            return f"{name}: it is static, and not the memory that was captured"
-    return ""

@@ -26,7 +26,8 @@ class StaleOutputError(RuntimeError):
 
 
 class Borrowed(torch.Tensor):
-    """A graph's own output memory. Using it after a later replay of the step has overwritten it raises StaleOutputError."""
+    """A graph's own output memory. Using it after a later replay raises StaleOutputError: graphs share their memory, so a step of
+    another size overwrites it as well."""
 
     _is_stale: Callable[[], bool]
 
@@ -42,7 +43,7 @@ class Borrowed(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if any(t._is_stale() for t in lent):
                 raise StaleOutputError(
-                    f"{getattr(func, '__name__', func)}: this borrowed output was overwritten by a later step of the same graph; "
+                    f"{getattr(func, '__name__', func)}: this borrowed output may have been overwritten by a later step; "
                     "clone it before the next call, or make the module with borrow=False"
                 )
             result = func(*args, **(kwargs or {}))
@@ -148,6 +149,30 @@ def _dims(
             found[axis] = Dim(follows[0], values[0] - sizes[0][follows[0]])
         dims.append(found)
     return dims, alike
+
+
+class StepOutput:
+    """The output of a captured step, taken apart once so that handing it out is quick."""
+
+    def __init__(self, output: Any, dims: OutputDims) -> None:
+        self._dims = dims
+        self._leaves, self._spec = pytree.tree_flatten(output)
+        self._is_leaf = self._spec.is_leaf()
+        self._tensors = [i for i, found in enumerate(dims) if found is not None]
+        self._cuts = [(i, axis, dim.name, dim.extra) for i, found in enumerate(dims) for axis, dim in (found or {}).items()]
+
+    def of(self, output: Any, real: Mapping[str, int]) -> Any:
+        """The real rows of another output of the same structure."""
+        return cut_to_real(output, self._dims, real)
+
+    def real_rows(self, real: Mapping[str, int], each: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan)."""
+        leaves = self._leaves.copy()
+        for i, axis, name, extra in self._cuts:
+            leaves[i] = leaves[i].narrow(axis, 0, real[name] + extra)
+        for i in self._tensors:
+            leaves[i] = each(leaves[i])
+        return leaves[0] if self._is_leaf else pytree.tree_unflatten(leaves, self._spec)
 
 
 def cut_to_real(outputs: Any, dims: OutputDims, real: Mapping[str, int]) -> Any:

@@ -11,6 +11,7 @@ that the plan has the fewest padding rows possible.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -112,6 +113,17 @@ def plan_sizes(
         at = int(source[at])
         picked.append(at)
     return [int(sizes[i]) for i in reversed(picked)]
+
+
+def interval_weights(histogram: Mapping[int, float], sizes: Iterable[int]) -> dict[int, float]:
+    """For each size, the share of the steps that it is the next size for."""
+    ascending = sorted(set(sizes))
+    weights = dict.fromkeys(ascending, 0.0)
+    for n, weight in histogram.items():
+        if 1 <= n <= ascending[-1]:
+            weights[ascending[bisect_left(ascending, n)]] += weight
+    total = sum(weights.values()) or 1.0
+    return {size: weight / total for size, weight in weights.items()}
 
 
 def padding_share(histogram: Mapping[int, float], sizes: Iterable[int]) -> float:

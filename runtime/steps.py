@@ -19,8 +19,9 @@ from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
 from runtime.contract import RESTORED_BYTES, Inputs, differs_from_module, kept, prove, rows_mix, written_state
 from runtime.graph import CaptureError
-from runtime.outputs import OutputDims, probe_outputs
+from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
+from runtime.sizes import default_histogram
 from runtime.split import resolve_ops
 from runtime.trace import BindError
 
@@ -36,9 +37,11 @@ class Captured:
     """A step that has passed its proof. mutated: arena inputs that it writes, to be copied back to the caller."""
 
     step: CapturedStep
+    output: StepOutput
     mutated: frozenset[str]
+    idempotent: bool
+    """Running it twice on the same inputs is running it once."""
     padded: dict[str, int]
-    replays: int = 0
 
 
 @dataclass(eq=False)
@@ -90,6 +93,10 @@ class Steps:
         self.persistent = Persistent(module)
         self.keys: dict[tuple[Any, ...], KeySteps] = {}
         self.remarks: list[str] = []
+        self.replays = 0
+        """How often any graph of the pool has run. Graphs share memory, so each replay may overwrite the outputs of all others."""
+        self.traffic: Mapping[int, float] = default_histogram(config.graph.max_tokens)
+        """How often steps of each size occur, as far as known."""
         self.splitting = overloads(config.compile.splitting_ops)
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------
@@ -193,11 +200,11 @@ class Steps:
             if mode == "piecewise" and len(step.segments) == 1:
                 ops = ", ".join(self.config.compile.splitting_ops) or "none is configured"
                 raise NothingToSplit(f"no splitting op is called ({ops}), so this is the full graph")
-            mutated = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}")
+            mutated, idempotent = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}")
         except BaseException:
             step.reset()
             raise
-        captured = Captured(step, mutated, self.padded(size, key.host))
+        captured = Captured(step, StepOutput(step.output, key.dims), mutated, idempotent, self.padded(size, key.host))
         key.writes_arguments |= bool(mutated)
         key.captured[mode, size] = captured
         key.dropped.pop((mode, size), None)
@@ -262,10 +269,10 @@ class Steps:
         """Reset every graph; returns what there was."""
         had = [(key, mode, size) for key in self.keys.values() for mode, size in key.captured]
         self.pool.synchronize()
+        self.replays += 1
         for key in self.keys.values():
             for captured in key.captured.values():
                 captured.step.reset()
-                captured.replays += 1  # whoever borrowed an output must not read it any more
             key.captured.clear()
         return had
 

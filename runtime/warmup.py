@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from runtime.binding import Call
-from runtime.dispatch import Candidates, Dispatcher
-from runtime.measure import interleaved_ms
+from runtime.contract import Inputs
+from runtime.dispatch import Candidates, Dispatcher, regret
+from runtime.measure import interleaved_ms, median_ms
 from runtime.plan import Plan, PlanRow
+from runtime.sizes import interval_weights
 from runtime.steps import KeySteps, Representative, Steps
 
 Progress = Callable[[int, int, str], None]
@@ -35,40 +38,69 @@ def resized(example: Call, steps: Steps, size: int) -> Call:
     return Call(tensors, example.host, real)
 
 
-def capture_all(
-    steps: Steps, todo: Iterable[tuple[KeySteps, str, int]], progress: Progress | None = None, *, between_steps: bool = False
-) -> None:
-    """Capture and prove, largest first so that smaller graphs fit into the memory of larger ones. Within the memory budget.
+Job = tuple[KeySteps, str, int]
+"""A step to capture: key, mode, size."""
+
+
+def in_order(jobs: Iterable[Job], traffic: Mapping[int, float]) -> list[Job]:
+    """The largest size of each key and mode first, so that all others fit into its memory; the others by benefit per byte.
+
+    The benefit of a size is the share of steps that it is the next size for; its bytes grow with its rows.
+    """
+    jobs = list(jobs)
+    lists: dict[tuple[KeySteps, str], list[int]] = {}
+    for key, mode, size in jobs:
+        lists.setdefault((key, mode), []).append(size)
+    served = {at: interval_weights(traffic, sizes) for at, sizes in lists.items()}
+
+    def rank(job: Job) -> tuple[bool, float, str]:
+        key, mode, size = job
+        is_largest = size == max(lists[key, mode])
+        return not is_largest, -size if is_largest else -served[key, mode][size] / size, mode
+
+    return sorted(jobs, key=rank)
+
+
+def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = None, *, between_steps: bool = False) -> None:
+    """Capture and prove, within the memory budget. What does not fit any more is dropped, and said.
 
     between_steps: requests are waiting, so nothing is done that is only good for memory.
     """
-    order = sorted(todo, key=lambda item: (-item[2], item[1]))
-    budget = steps.config.graph.memory_budget
+    order = in_order(todo, steps.traffic)
+    steps.replays += 1  # captures run graphs: what was borrowed before is no longer safe
+    budget, held = steps.config.graph.memory_budget, steps.graph_bytes
     full = ""
     with torch.inference_mode(False), torch.no_grad(), steps.pool.session(collect=not between_steps):
         for key in dict.fromkeys(key for key, _, _ in order):
             steps.check_padding(key, min((size for k, _, size in order if k is key and size > 1), default=1))
         for done, (key, mode, size) in enumerate(order):
+            what = f"{mode} at size {size}"
             if progress:
-                progress(done, len(order), f"capturing {mode} at size {size}")
+                progress(done, len(order), f"capturing {what}")
             if full:
                 key.dropped[mode, size] = full
                 continue
-            before = steps.pool.nbytes()
             try:
-                steps.capture(key, mode, size)
+                grown = steps.capture(key, mode, size).step.nbytes
             except torch.OutOfMemoryError as error:
-                full = f"out of memory while capturing {mode} at size {size}"
-                steps.remark(f"{full}; it and all smaller captures were dropped: {str(error).splitlines()[0]}")
+                full = f"out of memory while capturing {what}"
+                steps.remark(f"{full}; it and what came after were dropped: {str(error).splitlines()[0]}")
                 key.dropped[mode, size] = full
+                continue
             except Exception as error:
                 steps.failed(key, mode, size, error)
-            else:
-                if steps.pool.nbytes() > budget:
-                    grown = steps.pool.nbytes() - before
-                    full = f"graph.memory_budget of {budget} bytes was reached"
-                    steps.drop(key, mode, size, full)
-                    steps.remark(f"{full} by {mode} at size {size} (it adds {grown} bytes); it and what came after was dropped")
+                continue
+            held += grown
+            if held > budget:
+                reason = f"graph.memory_budget = {budget} bytes"
+                steps.drop(key, mode, size, reason)
+                if any(k.captured for k in steps.keys.values()):
+                    full = reason  # sorted by benefit per byte: what comes after is worth less
+                    steps.remark(f"{reason} was reached by {what}, which adds {grown}; it and what came after were dropped")
+                else:  # nothing else is in the pool: its memory can be given back, and a smaller size may fit
+                    steps.pool.reset()
+                    held = 0
+                    steps.remark(f"{what} was dropped: it alone takes {grown} bytes of {reason}")
         steps.persistent.forget_changed_values()
     if progress:
         progress(len(order), len(order), "captured")
@@ -78,6 +110,7 @@ def measure_all(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, 
     """Time eager and every captured mode at each size; what the table already holds is not timed again."""
     jobs = [(steps.keys[host], size) for host, list_ in sizes.items() for size in sorted(list_)]
     table = dispatcher.table
+    steps.replays += 1
     with torch.inference_mode(False), torch.no_grad():
         for done, (key, size) in enumerate(jobs):
             if progress:
@@ -115,6 +148,33 @@ def runs_at(steps: Steps, key: KeySteps, size: int) -> dict[str, Callable[[], ob
     return runs
 
 
+def measure_regret(steps: Steps, dispatcher: Dispatcher, key: KeySteps, sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """Time, for each step size, the pick, eager, and every mode at its next size, all on a real step of that size; see ``regret``."""
+    picks: dict[int, tuple[str, int]] = {}
+    measured: dict[int, dict[tuple[str, int], float]] = {}
+    steps.replays += 1
+    with torch.inference_mode(False), torch.no_grad():
+        for n in sizes:
+            call = key.representative(n)
+            if call is None:
+                continue
+            decision = dispatcher.decide(key.text, call.sizes, brief=True)
+            picks[n] = decision.mode, decision.size
+            fitting = [at for at, c in key.captured.items() if at[1] >= n and all(c.padded[d] >= v for d, v in call.sizes.items())]
+            next_sizes = {mode: min(size for m, size in fitting if m == mode) for mode, _ in fitting}
+            values = {name: t.to(steps.device) for name, t in call.tensors.items() if name in key.specs}
+            measured[n] = {}
+            for at in dict.fromkeys([picks[n], *next_sizes.items(), ("eager", n)]):
+                if at[0] == "eager":
+                    run: Callable[[], object] = partial(key.eager, values)
+                else:
+                    captured = key.captured[at]
+                    Inputs(values, call.sizes, captured.padded).load(key.arena)
+                    run = captured.step.replay
+                measured[n][at] = median_ms(run, steps.device)
+    return regret(picks, measured)
+
+
 def publish(steps: Steps, dispatcher: Dispatcher) -> None:
     """Tell the dispatcher what is captured now."""
     for key in steps.keys.values():
@@ -149,7 +209,7 @@ def warm_up(
 ) -> Plan:
     """sizes: mode -> sizes to capture. representatives: an example call and its resizer for each key."""
     start = time.perf_counter()
-    todo: list[tuple[KeySteps, str, int]] = []
+    todo: list[Job] = []
     measured: dict[KeySteps_, list[int]] = {}
     for example, representative in representatives:
         key = steps.keys.get(example.host) or steps.add_key(example, representative, max_tokens)

@@ -244,7 +244,7 @@ def test_plan_prints_as_a_table_plain_and_rich(device: torch.device) -> None:
 def test_progress_is_reported(device: torch.device) -> None:
     seen: list[tuple[int, int, str]] = []
     make(toys.Layers().to(device), mode="full").warmup(*toys.step(8, device), progress=lambda *step: seen.append(step))
-    assert [text for _, _, text in seen][:2] == ["capturing full at size 8", "capturing full at size 4"]
+    assert [text for _, _, text in seen][:2] == ["capturing full at size 8", "capturing full at size 2"]
     assert seen[-1][0] == seen[-1][1]
 
 
@@ -285,7 +285,9 @@ def test_reset_frees_the_memory_and_the_module_goes_on(device: torch.device) -> 
     assert close(fast(*args), module(*args))
 
 
-def test_borrowed_output_raises_once_overwritten(device: torch.device) -> None:
+@pytest.mark.parametrize("next_size", [4, 2, 8])
+def test_borrowed_output_raises_once_overwritten(device: torch.device, next_size: int) -> None:
+    """Also by a step of another size: graphs share their memory."""
     module = toys.Layers().to(device)
     fast = make(module, borrow=True, mode="full")
     args = toys.step(4, device)
@@ -294,9 +296,9 @@ def test_borrowed_output_raises_once_overwritten(device: torch.device) -> None:
     first = fast(*args)
     view = first[:2]
     assert close(first + 0, module(*args)) and type(first + 0) is torch.Tensor
-    fast(*toys.step(2, device))  # another size has memory of its own
+    fast.eager(*toys.step(3, device))
     assert close(first + 0, module(*args))
-    fast(*toys.step(4, device))
+    fast(*toys.step(next_size, device))
     for stale in (first, view):
         with pytest.raises(StaleOutputError, match="clone it"):
             stale + 0
@@ -309,6 +311,22 @@ def test_borrowed_output_raises_once_overwritten(device: torch.device) -> None:
         second.sum()
 
 
+def test_a_graph_does_overwrite_the_outputs_of_another(device: torch.device) -> None:
+    """Why a loan ends with the next step of any size: the memory behind it is shared."""
+    fast = make(toys.Layers().to(device), borrow=True, mode="full")
+    fast.warmup(*toys.step(8, device))
+    key = next(iter(fast._steps.keys.values()))  # type: ignore[union-attr]
+    outputs = {size: captured.step.output for (_, size), captured in key.captured.items()}
+    kept = {size: output.clone() for size, output in outputs.items()}
+    overwritten = set()
+    for (_, size), captured in key.captured.items():
+        key.arena.views({"tokens": 8})["factor"].fill_(0.25 * size)
+        captured.step.replay()
+        overwritten |= {other for other in outputs if other != size and not torch.equal(outputs[other], kept[other])}
+        kept = {size: output.clone() for size, output in outputs.items()}
+    assert overwritten
+
+
 def test_memory_budget_drops_and_says_so(device: torch.device) -> None:
     module = toys.Layers().to(device)
     fast = make(module, memory_budget=1, mode="full")
@@ -317,6 +335,54 @@ def test_memory_budget_drops_and_says_so(device: torch.device) -> None:
     args = toys.step(3, device)
     assert close(fast(*args), module(*args)) and fast.stats()["steps"]["eager"] == {3: 1}
     assert "memory_budget" in str(fast.explain(*args))
+
+
+def test_memory_budget_that_the_largest_size_breaks_keeps_the_smaller_ones(device: torch.device) -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)).to(device)
+    taken = make(module, {"input": 0}, max_tokens=4096, mode="full")
+    taken.warmup(torch.rand(8, 4, device=device))
+    budget = taken.stats()["graph_bytes"] // 2
+    fast = make(module, {"input": 0}, max_tokens=4096, mode="full", memory_budget=budget)
+    plan = fast.warmup(torch.rand(8, 4, device=device))
+    assert any("full at size 4096 was dropped: it alone takes" in remark for remark in plan.remarks)
+    assert 0 < fast.stats()["graph_bytes"] <= budget
+    level_costs(fast)
+    fast(torch.rand(3, 4, device=device))
+    assert fast.stats()["steps"]["full"] == {4: 1}
+
+
+def test_sizes_are_planned_anew_on_the_traffic_so_far(device: torch.device) -> None:
+    module = toys.Layers().to(device)
+    fast = make(module, max_tokens=16, capture_sizes=[4], mode="full")
+    with pytest.raises(RuntimeError, match="no step yet"):
+        fast.replan()
+    fast.warmup(*toys.step(16, device))
+    level_costs(fast)
+    for n in (3, 3, 3, 3, 11, 11, 5):
+        fast(*toys.step(n, device))
+    plan = fast.replan(max_graphs=4)
+    assert [row.size for row in plan.rows] == [2, 3, 11, 16]  # 2 is max_num_seqs, 16 max_tokens
+    level_costs(fast)
+    args = toys.step(3, device)
+    assert close(fast(*args), module(*args)) and fast.stats()["steps"]["full"][3] == 1
+
+
+def test_regret_of_every_size(device: torch.device) -> None:
+    fast = make(toys.Layers().to(device))
+    fast.warmup(*toys.step(8, device))
+    rows = fast.regret([1, 3, 8])["-"]
+    assert [row["tokens"] for row in rows] == [1, 3, 8]
+    assert all(row["regret"] >= 0 and row["best_ms"] <= row["pick_ms"] for row in rows)
+
+
+def test_addresses_of_the_largest_step_of_each_mode(device: torch.device) -> None:
+    fast = make(toys.Layers().to(device))
+    assert fast.addresses() == {}
+    fast.warmup(*toys.step(8, device))
+    tables = fast.addresses()
+    assert set(tables) == {"-, full at size 8", "-, piecewise at size 8"}
+    assert all(row.verified and row.address for rows in tables.values() for row in rows)
+    assert {row.owner for row in tables["-, piecewise at size 8"]} == {"caller", "persistent", "piece", "splitting op"}
 
 
 def test_out_of_memory_while_capturing_drops_the_rest_and_serves_on(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +404,8 @@ def test_out_of_memory_while_capturing_drops_the_rest_and_serves_on(device: torc
     for n in (2, 3, 7):
         args = toys.step(n, device)
         assert close(fast(*args), module(*args))
-    assert fast.stats()["steps"]["full"] == {8: 3}
+    assert sum(fast.stats()["steps"]["full"].values()) == 3 and 4 not in fast.stats()["steps"]["full"]
+    assert "out of memory" in str(fast.explain(*args))
 
 
 class Branchy(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.sizes import capture_sizes, default_histogram, load_histogram, padding_share, plan_sizes
+from runtime.sizes import capture_sizes, default_histogram, interval_weights, load_histogram, padding_share, plan_sizes
 
 
 def sizes(configured: object, **limits: int) -> list[int]:
@@ -98,6 +98,10 @@ def test_histogram_files(tmp_path: Path) -> None:
             load_histogram(as_json)
     with pytest.raises(ValueError, match="cannot be read"):
         load_histogram(tmp_path / "none")
+
+
+def test_interval_weights_are_shares_of_the_steps_that_are_served() -> None:
+    assert interval_weights({1: 1, 3: 2, 4: 1, 9: 50}, [2, 4]) == {2: 0.25, 4: 0.75}
 
 
 def test_padding_share_counts_rows() -> None:

@@ -1,0 +1,105 @@
+"""One call of a graphed module: is a graph legal for it, and its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from runtime.binding import Call
+from runtime.contract import same_bits
+from runtime.graph import CaptureError
+from runtime.outputs import Borrowed
+from runtime.steps import Captured, KeySteps, Steps
+
+
+class Route(NamedTuple):
+    """What is known of all calls with the same shapes, dtypes and host values. key: None for host values that were never captured.
+
+    names: the tensors among the arguments, by position. illegal: why no graph may serve such a call, or "".
+    """
+
+    key: KeySteps | None
+    text: str
+    names: tuple[tuple[int, str], ...]
+    sizes: dict[str, int]
+    illegal: str
+
+
+def illegal_shape(key: KeySteps, call: Call) -> str:
+    """Why no graph of this key may serve calls with these shapes and dtypes, or ""."""
+    for name, spec in key.specs.items():
+        tensor = call.tensors.get(name)
+        if tensor is None or tensor.dtype != spec.dtype or tensor.ndim != len(spec.shape):
+            got = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            return f"{name}: the graphs take {[str(d) for d in spec.shape]} {spec.dtype}, got {got}"
+        for n, wanted in zip(tensor.shape, spec.shape, strict=True):
+            if wanted.__class__ is int and n != wanted:
+                return f"{name}: the graphs take {[str(d) for d in spec.shape]}, got {list(tensor.shape)}"
+    if key.alike and len({call.sizes[name] for name in key.alike}) > 1:
+        return f"the outputs do not tell which of {list(key.alike)} they follow, and they differ: {call.sizes}"
+    return ""
+
+
+def illegal_memory(key: KeySteps, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why no graph of this key may serve a call with tensors in this memory, or ""."""
+    if key.writes_arguments:
+        seen: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            other = seen.setdefault(tensor.untyped_storage()._cdata, name)
+            if other != name:  # copies of them would no longer overlap as they do
+                return f"{other} and {name} share memory and the module writes its arguments"
+    for name, tensor in key.static.items():
+        given = tensors[name]
+        if given.data_ptr() != tensor.data_ptr() or given.shape != tensor.shape or given.stride() != tensor.stride():
+            return f"{name}: it is static, and not the memory that was captured"
+    return ""
+
+
+def replay(
+    steps: Steps,
+    key: KeySteps,
+    captured: Captured,
+    tensors: Mapping[str, torch.Tensor],
+    real: Mapping[str, int],
+    *,
+    poison: bool,
+    borrow: bool,
+) -> Any:
+    """Run a captured step on a call's tensors and hand out its real rows."""
+    values = tensors if not key.static else {n: t for n, t in tensors.items() if n in key.specs}
+    views = key.arena.load(values, real, captured.padded)
+    if poison:
+        _replay_poisoned(key, captured, views, real)
+    else:
+        captured.step.replay()
+    steps.replays += 1
+    for name in captured.mutated:
+        values[name].copy_(key.arena.real_part(name, views[name], real))
+    key.arena.touched(captured.mutated)
+    return captured.output.real_rows(real, partial(_lend, steps, steps.replays) if borrow else torch.clone)
+
+
+def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:
+    """With NaN in the padding, and compared with the callable not captured."""
+    key.arena.poison_tails(real, captured.padded)
+    if captured.mutated or not captured.idempotent:
+        captured.step.replay()  # running the step twice would count twice
+        return
+    expected = pytree.tree_map_only(torch.Tensor, torch.clone, captured.output.of(key.call(views), real))
+    captured.step.replay()
+    got = captured.output.of(captured.step.output, real)
+    for i, (want, have) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)):
+        if isinstance(want, torch.Tensor) and not same_bits(want, have):
+            raise CaptureError(f'graph.check = "poison": output {i} of the replay differs from the same callable not captured')
+
+
+def _lend(steps: Steps, now: int, tensor: torch.Tensor) -> torch.Tensor:
+    return Borrowed.over(tensor, partial(_replayed_since, steps, now))
+
+
+def _replayed_since(steps: Steps, now: int) -> bool:
+    return steps.replays != now
