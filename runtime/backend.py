@@ -8,7 +8,9 @@ Two ways in:
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +22,11 @@ from torch import fx
 from runtime.config import CompileConfig, ConfigError, RuntimeConfig
 from runtime.fxnodes import storage_key
 from runtime.overlap import Extent, overlaps
-from runtime.pieces import CompiledPiece, Guard, alias_reason, compile_piece, concrete, inductor_available
+from runtime.pieces import Guard, Launched, alias_reason, compile_piece, concrete, inductor_available
 from runtime.program import Function, Program
+from runtime.signature import BindError, Dynamic, TraceError
 from runtime.split import count_calls, cut, never_called, resolve_ops
-from runtime.trace import BindError, Dynamic, Trace, TraceError, add_guards, trace
+from runtime.trace import Trace, add_guards, trace
 
 __all__ = [
     "BindError",
@@ -102,19 +105,25 @@ class _Stitched:
         modes = [value.fake_mode for value in self.cut.values.values() if hasattr(value, "fake_mode")]
         self.shape_env = modes[0].shape_env if modes else None
         inductor = config.backend == "inductor"
-        names = {name: owner.name for name, owner in zip(self.cut.placeholders, owners, strict=False)}
-        self.reasons = [alias_reason(segment, names) if inductor and segment.kind == "graph" else "" for segment in self.cut.segments]
-        self.functions: list[Function] = [
-            compile_piece(segment, segment.input_values, self.shape_env) if self._compiles(index) else segment.module.forward
-            for index, segment in enumerate(self.cut.segments)
-        ]
+        self.names = {name: owner.name for name, owner in zip(self.cut.placeholders, owners, strict=False)}
+        self.reasons = [alias_reason(segment, self.names) if inductor and segment.kind == "graph" else "" for segment in self.cut.segments]
+        self.guards: list[Guard] = []
+        """Conditions on sizes that compiling the pieces has added."""
+        self.functions = [self._function(index, segment.input_values, self.shape_env) for index, segment in enumerate(self.cut.segments)]
+
+    def _function(self, index: int, values: list[Any], shape_env: Any) -> Function:
+        segment = self.cut.segments[index]
+        if not self._compiles(index):
+            return segment.module.forward
+        piece = compile_piece(segment, values, shape_env)
+        self.guards += piece.guards if shape_env is not None else []
+        number = sum(earlier.kind != "host" for earlier in self.cut.segments[:index])
+        inputs = tuple(self.names.get(name, name) for name in segment.inputs)
+        writes = tuple(place for place, name in enumerate(segment.inputs) if name in segment.mutates)
+        return Launched(piece, f"piece {number}", inputs, writes).function()
 
     def _compiles(self, index: int) -> bool:
         return self.config.backend == "inductor" and self.cut.segments[index].kind == "graph" and not self.reasons[index]
-
-    def guards(self) -> list[Guard]:
-        """Conditions on sizes that compiling the pieces has added."""
-        return [guard for function in self.functions if isinstance(function, CompiledPiece) for guard in function.guards]
 
     def for_sizes(self, sizes: Mapping[Any, int]) -> list[Function]:
         """Functions compiled for these sizes alone (symbol → int)."""
@@ -123,7 +132,7 @@ class _Stitched:
             if self._compiles(index):
                 with torch._subclasses.FakeTensorMode():
                     values = [concrete(value, sizes) for value in segment.input_values]
-                made.append(compile_piece(segment, values, None))
+                made.append(self._function(index, values, None))
             else:
                 made.append(self.functions[index])
         return made
@@ -205,7 +214,7 @@ class Compiled:
 
     def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The named sizes of a call: {"tokens": 8, "seqs": 3}."""
-        return self._trace.sizes(self._trace.flatten(args, kwargs))
+        return self._trace.arguments.sizes(self._trace.arguments.flatten(args, kwargs))
 
     def covers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """None when the compiled code is valid for these arguments, else the reason why not."""
@@ -218,7 +227,7 @@ class Compiled:
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Check the arguments against what was compiled; returns the flat leaves and the inputs of the graph. Raises BindError."""
         found = self._trace
-        leaves = found.flatten(args, kwargs)
+        leaves = found.arguments.flatten(args, kwargs)
         key = found.check_key(leaves)
         if key not in self._bound:
             found.check(leaves)
@@ -233,7 +242,9 @@ class Compiled:
             else:
                 value = owner.get()  # type: ignore[misc]
                 expected = self._layouts[owner.name]
-                if _layout(value) != expected:
+                # the same as _layout(value) != expected, at a third of the time: there is one for each parameter, in each call
+                dtype, device, shape, stride = expected
+                if value.shape != shape or value.dtype is not dtype or value.stride() != stride or value.device != device:
                     raise BindError(f"{owner.name}: compiled for {_show(expected)}, it is now {_show(_layout(value))}; compile again")
                 values.append(value)
         if self._written:
@@ -256,10 +267,10 @@ class Compiled:
                     raise BindError(f"{one}: the module writes it, and it overlaps {two}; pass tensors that do not share memory")
 
     def _functions(self, leaves: list[Any]) -> list[Function]:
-        wanted, token = self._stitched.config.compile_sizes, self._trace.token
+        wanted, token = self._stitched.config.compile_sizes, self._trace.arguments.token
         if not wanted or token is None or self._stitched.config.backend != "inductor":
             return self._stitched.functions
-        sizes = self._trace.sizes(leaves)
+        sizes = self._trace.arguments.sizes(leaves)
         if sizes[token] not in wanted:
             return self._stitched.functions
         key = tuple(sizes.values())
@@ -290,7 +301,7 @@ def compile_callable(
     found = trace(module, args, kwargs, dynamic)
     traced = time.perf_counter()
     stitched = _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
-    add_guards(found, stitched.guards())
+    add_guards(found, stitched.guards)
     done = time.perf_counter()
     report = CompileReport(
         dict(stitched.calls), 0, 0 if found.unbacked else 2, traced - start, done - traced, [*found.notes, *stitched.notes()]
@@ -332,7 +343,12 @@ def tkernels_backend(
 
 
 def _register() -> None:
-    """Make ``backend="tkernels"`` known to torch.compile in a source tree too, where there is no entry point."""
+    """Make ``backend="tkernels"`` known to torch.compile in a source tree, where no entry point says it.
+
+    An installed package is found by torch itself, when it is asked for; registering costs the import of torch._dynamo, a second.
+    """
+    if "torch._dynamo" not in sys.modules and importlib.metadata.entry_points(group="torch_dynamo_backends", name="tkernels"):
+        return
     from torch._dynamo.backends import registry
 
     if "tkernels" not in registry._COMPILER_FNS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import fx
 from runtime.fxnodes import meta_key, storage_key
 from runtime.graph import launch
 from runtime.overlap import may_overlap
-from runtime.program import Segment
+from runtime.program import Function, Segment
 
 
 class Guard(NamedTuple):
@@ -21,14 +22,25 @@ class Guard(NamedTuple):
     sloc: str
 
 
-class CompiledPiece:
-    """Inductor's code for one piece. It runs through ``launch``: the dispatcher sees nothing of it, a capture sees one node."""
+class CompiledPiece(NamedTuple):
+    """Inductor's code for one piece, and the conditions on sizes that it was compiled under."""
 
-    def __init__(self, artifact: Callable[..., Any], name: str, guards: list[Guard]) -> None:
-        self.artifact, self.name, self.guards = artifact, name, guards
+    artifact: Callable[..., tuple[Any, ...]]
+    guards: list[Guard]
+
+
+class Launched:
+    """A compiled piece in its place in a program, as a capture sees it: its name, its inputs' names, which of them it writes."""
+
+    def __init__(self, piece: CompiledPiece, name: str, inputs: tuple[str, ...], writes: tuple[int, ...]) -> None:
+        self.call, self.name, self.inputs, self.writes = piece.artifact, name, inputs, writes
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        return launch(self.artifact, *args)
+        return self.call(*args)
+
+    def function(self) -> Function:
+        """How a program calls it: through ``launch``, since the dispatcher sees nothing of compiled code."""
+        return functools.partial(launch, self)
 
 
 # Layers of one model share an entry, and so do several traces of one module (one per set of host values).
@@ -76,7 +88,7 @@ def compile_piece(segment: Segment, values: list[Any], shape_env: Any) -> Compil
             artifact = standalone_compile(module, fakes, dynamic_shapes="from_tracing_context", options=options)
         guards = shape_env.guards if shape_env is not None else []
         added = [Guard(guard.expr, str(guard.sloc)) for guard in guards if str(guard.expr) not in known]
-        _COMPILED[key] = CompiledPiece(artifact, segment.nodes[-1].name if segment.nodes else "piece", added)
+        _COMPILED[key] = CompiledPiece(artifact, added)
     return _COMPILED[key]
 
 

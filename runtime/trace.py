@@ -9,7 +9,6 @@ the arguments, dtypes, devices, strides, host values, sizes that belong together
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
 import re
@@ -22,116 +21,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-Dynamic = Mapping[str, "int | Mapping[int, str]"]
-_HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class TraceError(ValueError):
-    """A module that cannot be traced into one graph, or whose graph would not be right for other calls."""
-
-
-class BindError(ValueError):
-    """Arguments that the traced graph is not valid for. The message names the argument, what was traced and what came."""
-
-
-# ------------------------------------------------------------------------------------------------------- named dimensions
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A dimension whose size is ``name + plus``: "tokens", or "seqs+1" for cumulative lengths."""
-
-    name: str
-    plus: int = 0
-
-    @classmethod
-    def parse(cls, text: str, argument: str) -> Dim:
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(?:\+\s*(\d+))?\s*", text)
-        if not match:
-            raise TraceError(f'dynamic: {argument}: expected a name such as "tokens" or "seqs+1", got {text!r}')
-        return cls(match[1], int(match[2] or 0))
-
-    def __str__(self) -> str:
-        return f"{self.name}+{self.plus}" if self.plus else self.name
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One leaf of the caller's arguments as traced. ``dims``: named dimensions of a tensor; ``value``: a host value."""
-
-    path: str
-    tensor: bool
-    value: Any = None
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dims: tuple[tuple[int, Dim], ...] = ()
-
-
-def _flatten(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise BindError(f"arguments do not fit the module's forward{signature}: {error}") from None
-    bound.apply_defaults()
-    return pytree.tree_flatten(dict(bound.arguments))
-
-
-def _paths(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
-    part = lambda key: str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-    return [".".join(part(key) for key in path) for path, _ in paths]
-
-
-def named_dims(dynamic: Dynamic, paths: list[str], leaves: list[Any]) -> dict[str, tuple[tuple[int, Dim], ...]]:
-    """For each tensor leaf its named dimensions. A name in ``dynamic`` is an argument (all tensors under it) or a path such as
-    ``batch.ids`` or ``caches.0.1``; an int stands for ``{dim: "tokens"}``. Raises TraceError for a name that no argument has."""
-    result: dict[str, tuple[tuple[int, Dim], ...]] = {}
-    for name, spec in dynamic.items():
-        wanted = {spec: "tokens"} if isinstance(spec, int) else dict(spec)
-        dims = tuple((int(dim), Dim.parse(text, name)) for dim, text in wanted.items())
-        under = [(p, v) for p, v in zip(paths, leaves, strict=True) if p == name or p.startswith(f"{name}.")]
-        if not under:
-            raise TraceError(f"dynamic: {name!r} is not an argument of this call; it has {', '.join(paths)}")
-        for path, value in under:
-            if not isinstance(value, torch.Tensor):
-                continue
-            for dim, _ in dims:
-                if not -value.dim() <= dim < value.dim():
-                    raise TraceError(f"dynamic: {path} has {value.dim()} dimensions, got dimension {dim}")
-            result[path] = tuple((dim % value.dim(), which) for dim, which in dims)
-    return result
-
-
-def sizes_of(leaves: list[Leaf], values: list[Any]) -> dict[str, int]:
-    """The size of every name in this call. Raises BindError when two tensors disagree."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for leaf, value in zip(leaves, values, strict=True):
-        for dim, which in leaf.dims:
-            size = value.shape[dim] - which.plus
-            held, where = sizes.setdefault(which.name, (size, leaf.path))
-            if held != size:
-                raise BindError(
-                    f"{leaf.path}: dimension {dim} is {which}, expected {held + which.plus} like {where}, got {value.shape[dim]}"
-                )
-    return {name: size for name, (size, _) in sizes.items()}
-
-
-# ------------------------------------------------------------------------------------------------------------------ trace
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who gives a graph input: kind "caller" (``index``: leaf), "persistent" (``get``: reads it now), "size" (``index``, ``dim``)."""
-
-    kind: str
-    name: str
-    index: int = -1
-    dim: int = -1
-    get: Callable[[], torch.Tensor] | None = None
+from runtime.signature import Arguments, BindError, Dynamic, Leaf, TraceError
+from runtime.sources import Owner, SizeOut, owner_of, rebuilder, size_place
 
 
 @dataclass
@@ -144,9 +35,7 @@ class Trace:
 
     gm: fx.GraphModule
     module: Any
-    leaves: list[Leaf]
-    signature: inspect.Signature
-    spec: pytree.TreeSpec
+    arguments: Arguments
     owners: list[Owner]
     result: Callable[[list[Any], list[Any]], Any]
     shape_env: Any
@@ -157,35 +46,13 @@ class Trace:
     symbols: dict[Any, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of a call, in the order of ``leaves``. Raises BindError when the structure is another one."""
-        values, spec = _flatten(self.signature, args, kwargs)
-        if spec != self.spec:
-            raise BindError(f"arguments: traced with the structure {self.spec}, got {spec}; leave optional arguments as they were traced")
-        return values
-
-    def sizes(self, values: list[Any]) -> dict[str, int]:
-        return sizes_of(self.leaves, values)
-
-    @property
-    def token(self) -> str | None:
-        """The name that counts as the size of a step: "tokens", or the only one there is."""
-        names = list(dict.fromkeys(which.name for leaf in self.leaves for _, which in leaf.dims))
-        return "tokens" if "tokens" in names else next(iter(names), None)
-
     def check_key(self, values: list[Any]) -> tuple[Any, ...]:
         """Equal for two calls that ``check`` cannot tell apart."""
-        layouts = [(v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else (type(v), v) for v in values]
-        return (*layouts, getattr(self.module, "training", False), _autocast())
+        return (*self.arguments.check_key(values), getattr(self.module, "training", False), _autocast())
 
     def check(self, values: list[Any]) -> None:
         """Raises BindError when the traced code is not valid for these leaves."""
-        for leaf, value in zip(self.leaves, values, strict=True):
-            _check_leaf(leaf, value)
-        self.sizes(values)
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if leaf.tensor:
-                _check_strides(leaf, value)
+        self.arguments.check(values)
         if (reason := failed_guard(self, values)) is not None:
             raise BindError(reason)
         if bool(getattr(self.module, "training", False)) != self.training:
@@ -200,43 +67,6 @@ def _autocast() -> tuple[Any, ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _check_leaf(leaf: Leaf, value: Any) -> None:
-    if not leaf.tensor:
-        if type(value) is not type(leaf.value) or value != leaf.value:
-            raise BindError(f"{leaf.path}: a host value is part of the code, traced with {leaf.value!r}, got {value!r}")
-        return
-    if not isinstance(value, torch.Tensor):
-        raise BindError(f"{leaf.path}: traced with a tensor, got {type(value).__name__}")
-    if value.dtype != leaf.dtype:
-        raise BindError(f"{leaf.path}: traced with {leaf.dtype}, got {value.dtype}")
-    if value.device != leaf.device:
-        raise BindError(f"{leaf.path}: traced on {leaf.device}, got {value.device}")
-    free = {dim for dim, _ in leaf.dims}
-    shape = ["any" if dim in free else size for dim, size in enumerate(leaf.shape)]
-    if value.dim() != len(shape) or any(want not in ("any", got) for want, got in zip(shape, value.shape, strict=True)):
-        raise BindError(f"{leaf.path}: traced with shape {shape}, got {list(value.shape)}")
-
-
-def _check_strides(leaf: Leaf, value: torch.Tensor) -> None:
-    """The same layout: dense where it was dense, the same strides where it was not."""
-    if 0 in value.shape or (_dense(leaf.shape, leaf.stride) and value.is_contiguous()):
-        return
-    expected = None if _dense(leaf.shape, leaf.stride) else leaf.stride
-    real = [(got, want) for n, got, want in zip(value.shape, value.stride(), expected or (), strict=False) if n > 1]
-    if expected is None or any(got != want for got, want in real):
-        kind = "contiguous" if expected is None else f"strides {list(leaf.stride)}"
-        raise BindError(f"{leaf.path}: traced {kind}, got strides {list(value.stride())} for shape {list(value.shape)}")
-
-
-def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
-
-
 _serial = itertools.count()
 
 
@@ -247,34 +77,19 @@ def trace(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     the branch taken is kept as a guard. Raises TraceError when the module does not trace into one graph, leaves side effects in
     Python behind, or returns something that cannot be rebuilt.
     """
-    signature = inspect.signature(module.forward if isinstance(module, torch.nn.Module) else module)
-    values, spec = _flatten(signature, args, kwargs)
-    paths = _paths(signature, args, kwargs)
-    dims = named_dims(dynamic, paths, values)
-    leaves = [_leaf(path, value, dims.get(path, ())) for path, value in zip(paths, values, strict=True)]
-    sizes_of(leaves, values)
+    arguments, values = Arguments.read(module, args, kwargs, dynamic)
     try:
-        return _trace_once(module, signature, spec, leaves, values, unbacked=True)
+        return _trace_once(module, arguments, values, unbacked=True)
     except Exception as error:
         if not _is_size_error(error):
             raise _readable(error) from error
         reason = _first_line(error)
     try:
-        found = _trace_once(module, signature, spec, leaves, values, unbacked=False)
+        found = _trace_once(module, arguments, values, unbacked=False)
     except Exception as error:
         raise _readable(error) from error
     found.notes.append(f"sizes 0 and 1 are not covered, pad 1 to 2: the module's code looks at a size ({reason})")
     return found
-
-
-def _leaf(path: str, value: Any, dims: tuple[tuple[int, Dim], ...]) -> Leaf:
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise TraceError(f"{path}: expected a plain tensor, got the subclass {type(value).__name__}")
-        return Leaf(path, True, None, value.dtype, value.device, tuple(value.shape), value.stride(), dims)
-    if not isinstance(value, _HOST):
-        raise TraceError(f"{path}: expected tensors, numbers, strings or containers of them, got {type(value).__name__}")
-    return Leaf(path, False, value)
 
 
 def _is_size_error(error: BaseException) -> bool:
@@ -376,33 +191,21 @@ def _trace_inputs(leaves: list[Leaf], values: list[Any], unbacked: bool) -> list
     return made
 
 
-class _SizeOut(int):
-    """A size that the graph returns, recognised in the module's result by identity."""
-
-
-def _trace_once(
-    module: Callable[..., Any],
-    signature: inspect.Signature,
-    spec: pytree.TreeSpec,
-    leaves: list[Leaf],
-    values: list[Any],
-    *,
-    unbacked: bool,
-) -> Trace:
+def _trace_once(module: Callable[..., Any], arguments: Arguments, values: list[Any], *, unbacked: bool) -> Trace:
     import torch._dynamo.config as dynamo_config
     import torch.fx.experimental._config as symbolic_config
     from torch._guards import TracingContext
 
+    leaves = arguments.leaves
     inputs = _trace_inputs(leaves, values, unbacked)
-    bound = inspect.BoundArguments(signature, pytree.tree_unflatten(inputs, spec))  # type: ignore[arg-type]
-    call_args, call_kwargs = bound.args, bound.kwargs
+    call_args, call_kwargs = arguments.call(inputs)
     seen: dict[str, Any] = {}
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         scope = {"L": {"args": call_args, "kwargs": call_kwargs, "module": module}, "G": step.__globals__}
         seen["gm"] = gm
         seen["shape_env"] = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
-        seen["owners"] = [_owner(node, example, module, leaves, inputs, scope) for node, example in _arguments(gm, example_inputs)]
+        seen["owners"] = [owner_of(node, example, module, leaves, inputs, scope) for node, example in _arguments(gm, example_inputs)]
         outputs = pytree.tree_leaves(next(iter(gm.graph.find_nodes(op="output"))).args[0])
         seen["outputs"] = [_stand_in(node) for node in outputs]
         return lambda *_: tuple(seen["outputs"])
@@ -431,9 +234,9 @@ def _trace_once(
         raise TraceError(
             "the module computes nothing with tensors (or torch.compile is switched off): there is no graph to cut or to compile"
         )
-    result = _rebuilder(returned, seen["outputs"], inputs, leaves, module)
+    result = rebuilder(returned, seen["outputs"], inputs, leaves, module)
     training = bool(getattr(module, "training", False))
-    found = Trace(seen["gm"], module, leaves, signature, spec, seen["owners"], result, seen["shape_env"], unbacked, training, _autocast())
+    found = Trace(seen["gm"], module, arguments, seen["owners"], result, seen["shape_env"], unbacked, training, _autocast())
     _keep_guards(found, inputs, {"L": {"args": call_args, "kwargs": call_kwargs}})
     _refuse_data_dependent(found)
     return found
@@ -449,129 +252,14 @@ def _stand_in(node: Any) -> Any:
     if isinstance(value, torch.Tensor):
         hint = lambda size: size if isinstance(size, int) else (size.node.hint if size.node.has_hint() else 1)
         return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
-    return _SizeOut(0) if isinstance(value, (int, torch.SymInt)) else value
-
-
-# ------------------------------------------------------------------------------------------------------------------ owners
-
-
-def _source_name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
-
-
-def _evaluate(text: str, scope: dict[str, Any]) -> Any:
-    try:
-        return eval(text, {"__builtins__": {}}, scope)  # Dynamo's own spelling of a source, over its two scopes
-    except Exception:
-        return None
-
-
-def _size_place(source: Any, inputs: list[Any], scope: dict[str, Any]) -> tuple[int, int] | None:
-    """The leaf and the dimension that a size comes from, None for another source."""
-    base, dim = getattr(source, "base", None), getattr(source, "idx", None)
-    if base is None or not isinstance(dim, int) or (tensor := _evaluate(_source_name(base), scope)) is None:
-        return None
-    return next(((index, dim) for index, value in enumerate(inputs) if value is tensor), None)
-
-
-def _owner(node: fx.Node, example: Any, module: Any, leaves: list[Leaf], inputs: list[Any], scope: dict[str, Any]) -> Owner:
-    grapharg = node.meta.get("grapharg")
-    name = _source_name(grapharg.source) if grapharg is not None else node.name
-    if not isinstance(example, torch.Tensor):
-        place = _size_place(grapharg.source if grapharg is not None else None, inputs, scope)
-        if place is None:
-            raise TraceError(f"{name}: the graph takes a host value that is no size of an argument; pass it as a tensor or a constant")
-        index, dim = place
-        return Owner("size", f"{leaves[index].path}.shape[{dim}]", index, dim)
-    if getattr(grapharg, "pass_arg_as_tensor", False):
-        raise TraceError(f"{name}: the graph takes a Python number as a tensor; pass a tensor instead")
-    for index, value in enumerate(inputs):
-        if value is example:
-            return Owner("caller", leaves[index].path, index)
-    found = find_tensor(module, example) if isinstance(module, torch.nn.Module) else None
-    if found is not None:
-        return Owner("persistent", found, get=_reader(module, found))
-    if _evaluate(name, scope) is example:
-        lasting = {"L": {"module": module}, "G": scope["G"]}  # not the arguments of this trace
-        return Owner("persistent", name, get=lambda: _evaluate(name, lasting))
-    raise TraceError(
-        f"{name}: a tensor that is neither an argument nor held by the module or a global variable cannot be found again at a later call"
-    )
-
-
-def find_tensor(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
-    """The dotted name of a parameter, a buffer, or a plain tensor attribute of a submodule."""
-    for prefix, child in module.named_modules():
-        for held in (child._parameters, child._buffers, vars(child)):
-            for name, value in held.items():
-                if value is tensor:
-                    return f"{prefix}.{name}" if prefix else name
-    return None
-
-
-def _reader(module: torch.nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    parents, _, leaf = name.rpartition(".")
-    steps = parents.split(".") if parents else []
-
-    def read() -> torch.Tensor:
-        held = module
-        for step in steps:
-            held = held._modules[step]  # type: ignore[assignment]
-        return getattr(held, leaf)
-
-    return read
-
-
-# ------------------------------------------------------------------------------------------------------------------ result
-
-
-def _rebuilder(
-    returned: Any, outputs: list[Any], inputs: list[Any], leaves: list[Leaf], module: Any
-) -> Callable[[list[Any], list[Any]], Any]:
-    """How to make the module's return value from the graph's outputs and the caller's leaves of a later call."""
-    flat, spec = pytree.tree_flatten(returned)
-    plan: list[tuple[str, Any]] = []
-    for leaf in flat:
-        place = next((i for i, output in enumerate(outputs) if output is leaf and isinstance(leaf, (torch.Tensor, _SizeOut))), None)
-        given = next((i for i, value in enumerate(inputs) if value is leaf and isinstance(leaf, torch.Tensor)), None)
-        if place is not None:
-            plan.append(("graph", place))
-        elif given is not None:
-            plan.append(("caller", given))
-        elif isinstance(leaf, torch.Tensor):
-            name = find_tensor(module, leaf) if isinstance(module, torch.nn.Module) else None
-            if name is None:
-                raise TraceError("the module returns a tensor that is no output of its graph, no argument and none of its own tensors")
-            plan.append(("persistent", _reader(module, name)))
-        elif isinstance(leaf, _HOST):
-            plan.append(("constant", leaf))
-        else:
-            raise TraceError(
-                f"the module returns a {type(leaf).__name__}, which cannot be rebuilt: return tensors in tuples, lists, dicts, pytrees"
-            )
-
-    def rebuild(graph_outputs: list[Any], call_leaves: list[Any]) -> Any:
-        made = []
-        for kind, what in plan:
-            if kind == "graph":
-                made.append(graph_outputs[what])
-            elif kind == "caller":
-                made.append(call_leaves[what])
-            else:
-                made.append(what() if kind == "persistent" else what)
-        return pytree.tree_unflatten(made, spec)
-
-    return rebuild
-
-
-# ------------------------------------------------------------------------------------------------------------------ guards
+    return SizeOut(0) if isinstance(value, (int, torch.SymInt)) else value
 
 
 def _keep_guards(found: Trace, inputs: list[Any], scope: dict[str, Any]) -> None:
     """Relate every symbol to the argument and dimension that it came from, and keep the conditions on them."""
     for symbol, sources in getattr(found.shape_env, "var_to_sources", {}).items():
         for source in sources:
-            if (place := _size_place(source, inputs, scope)) is not None:
+            if (place := size_place(source, inputs, scope)) is not None:
                 found.symbols[symbol] = place
     for node, owner in zip(found.gm.graph.find_nodes(op="placeholder"), found.owners, strict=True):
         value = node.meta.get("example_value")
@@ -631,7 +319,7 @@ def failed_guard(found: Trace, values: list[Any]) -> str | None:
     for expr, where in found.guards:
         held = expr.subs(sizes)
         if held == False:  # noqa: E712  sympy's false is not Python's
-            names = {symbol: f"{found.leaves[index].path}.shape[{dim}]" for symbol, (index, dim) in found.symbols.items()}
+            names = {symbol: f"{found.arguments.leaves[index].path}.shape[{dim}]" for symbol, (index, dim) in found.symbols.items()}
             text = str(expr)
             for symbol, name in names.items():
                 text = text.replace(str(symbol), name)

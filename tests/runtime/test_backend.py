@@ -454,6 +454,8 @@ def test_capture_time_breaks_reach_the_stitched_callable(backend):
     captured.replay()
     same(captured.output, made(ids, positions))
     assert len(captured.segments) == 5
+    if backend == "inductor":  # compiled pieces name themselves and their inputs in the table of addresses
+        assert {row.input for row in captured.addresses} >= {"piece 0 ids", "piece 0 layers.0.qkv.weight", "piece 2 layers.1.qkv.bias"}
 
 
 # ------------------------------------------------------------------------------------------------------------------ Inductor
@@ -520,6 +522,16 @@ def test_b030_b031_caches_that_share_storage_are_written_and_not_cloned():
         assert "toysplit.write" in source or "attend_out" not in source
         assert "512" not in "".join(line for line in source.splitlines() if "empty_strided" in line), "a cache-sized buffer is made"
         assert ".clone(" not in source and "copy_(" not in source
+    from runtime.capture import capture_step
+
+    pool, args = EmulatedPool(torch.device("cpu")), make(2)
+    made(*args), theirs(*args)
+    with pool.session(), torch.no_grad():
+        captured = capture_step(
+            pool, made, args, {}, splitting=frozenset({ops.attend_out.default}), persistent=dict(mine.named_buffers())
+        )  # fmt: skip
+    theirs(*args)
+    assert "k0" in captured.written, "what compiled code writes is known to the capture (k0 and v0 lie in one storage)"
     for tokens in (5, 1, 9):
         args = make(tokens)
         close(made(*args), theirs(*args))
