@@ -89,14 +89,22 @@ def _once_us(run: Callable[[], Any]) -> float:
 
 def interleaved_us(runs: Mapping[str, Callable[[], Any]], *, calls: int = 1, repeats: int = 20, warmup: int = 3) -> dict[str, float]:
     """Median microseconds of a call, for each run that makes ``calls`` of them; the runs take turns, so clocks drift for all alike."""
+    samples = interleaved_samples_us(runs, repeats=repeats, warmup=warmup)
+    return {name: statistics.median(values) / calls for name, values in samples.items()}
+
+
+def interleaved_samples_us(
+    runs: Mapping[str, Callable[[], Any]], *, repeats: int = 20, warmup: int = 3, once_us: Callable[[Callable[[], Any]], float] = _once_us
+) -> dict[str, list[float]]:
+    """Microseconds of every run, ``repeats`` times, the runs taking turns. once_us: how one is timed; the default is device time."""
     for run in runs.values():
         for _ in range(warmup):
             run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            samples[name].append(_once_us(run) / calls)
-    return {name: statistics.median(values) for name, values in samples.items()}
+            samples[name].append(once_us(run))
+    return samples
 
 
 def wall_us(run: Callable[[], Any], *, repeats: int = 50, warmup: int = 5) -> float:

@@ -1,0 +1,82 @@
+"""pytest-benchmark set-up: the ``measure`` fixture, groups by case, machine facts in the JSON.
+
+pytest bench/                                             everything; on a CPU a smoke test with tiny sizes
+pytest bench/test_elementwise.py --benchmark-json=a.json  one family
+pytest bench/ -k "rms_norm and (tkernels or Liger)"       some cases, some peers
+pytest bench/ --benchmark-autosave, then --benchmark-compare   against the run before
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+
+from bench import harness, suite
+from bench.peers import versions, why_absent
+
+_CLOCK = suite.VirtualClock()
+_measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]]] = {}
+
+
+def _case_of(item: pytest.Item) -> tuple[Any, ...]:
+    """What the peers of one table row have in common: the test function and its parameters but the peer."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return (str(item.path), getattr(item, "originalname", item.name), *(str(value) for key, value in params.items() if key != "peer"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The peers of a case one after the other, so that its inputs are made once.
+    first = {case: index for index, case in reversed(list(enumerate(map(_case_of, items))))}
+    items.sort(key=lambda item: first[_case_of(item)])
+    for item in items:
+        if "measure" in getattr(item, "fixturenames", ()):
+            group = " ".join(_case_of(item)[1:])
+            item.add_marker(pytest.mark.benchmark(timer=_CLOCK, group=group))
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    machine_info.update(harness.machine())
+    machine_info["peers"] = versions()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callable[[], suite.Problem]], None]:
+    """measure(build): check and time the test's ``peer`` on the problem that build() makes; build runs once for all peers of a case."""
+
+    def run(build: Callable[[], suite.Problem]) -> None:
+        params = request.node.callspec.params
+        peer, case = params["peer"], _case_of(request.node)
+        absent = why_absent(peer)
+        if absent is not None:
+            pytest.skip(f"{peer}: absent, {absent}")
+        if case not in _measured:
+            _measured.clear()  # one case's tensors at a time
+            problem = build()
+            others = [item.callspec.params["peer"] for item in request.session.items if _case_of(item) == case]
+            selected = [name for name in others if name in problem.peers and why_absent(name) is None]
+            _measured[case] = (problem, suite.measure(problem, selected))
+            problem.peers.clear()
+        problem, outcomes = _measured[case]
+        if peer not in outcomes:
+            pytest.skip(f"{peer}: has no such operation")
+        outcome = outcomes[peer]
+        if outcome.failure is not None:
+            raise outcome.failure
+        benchmark.extra_info |= suite.extra_info(problem, outcome) | {"peer": peer, "case": str(params["case"])}
+        left = iter(outcome.seconds)
+        benchmark.pedantic(lambda: _CLOCK.advance(next(left)), rounds=len(outcome.seconds))
+
+    return run

@@ -1,0 +1,110 @@
+"""Sampling of one token per row from bf16 logits, vocabulary 128256.
+
+Draws differ between libraries, so a peer's tokens are checked for lying in the set that the rule keeps; ours equal our oracle's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from bench.peers import EAGER, FLASHINFER, INDUCTOR, OURS, inductor
+from bench.suite import DEVICE, DTYPE, Problem, sets_for, sizes
+from tkernels.sampling import sample_ref
+
+(VOCAB,) = sizes([128256], [300])
+ROWS = sizes([1, 8, 64, 256], [1])
+RULES = {"greedy": (0.0, 0, 1.0), "temperature": (0.8, 0, 1.0), "top-k 50": (0.8, 50, 1.0), "top-p 0.9": (0.8, 0, 0.9)}
+CASES = [(rule, rows) for rule in sizes(list(RULES), ["greedy", "top-k 50"]) for rows in ROWS]
+
+
+def _torch_sampler(temperature: float, top_k: int, top_p: float) -> Any:
+    """What one writes in torch: divide, filter by a sort, softmax, draw by an exponential race (multinomial syncs with the host)."""
+
+    def call(logits: torch.Tensor) -> torch.Tensor:
+        if not temperature:
+            return logits.argmax(-1)
+        scaled = logits.float() / temperature
+        if top_k:
+            scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[:, -1:], float("-inf"))
+        if top_p < 1:
+            values, order = scaled.sort(descending=True)
+            probabilities = values.softmax(-1)
+            dropped = probabilities.cumsum(-1) - probabilities >= top_p
+            scaled = scaled.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), float("-inf"))
+        race = torch.empty_like(scaled).exponential_()
+        return (scaled.softmax(-1) / race).argmax(-1)
+
+    return call
+
+
+def _flashinfer_sampler(temperature: float, top_k: int, top_p: float) -> Any:
+    def call(logits: torch.Tensor) -> torch.Tensor:
+        from flashinfer import sampling
+
+        probabilities = torch.softmax(logits.float() / temperature, -1)
+        if top_k:
+            return sampling.top_k_sampling_from_probs(probabilities, top_k)
+        if top_p < 1:
+            return sampling.top_p_sampling_from_probs(probabilities, top_p)
+        return sampling.sampling_from_probs(probabilities)
+
+    return call
+
+
+def _kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """[rows, vocab] bool: the tokens that the rule may draw, ties included."""
+    wide = logits.double()
+    if not temperature:
+        return wide == wide.amax(-1, keepdim=True)
+    kept = torch.ones_like(wide, dtype=torch.bool)
+    if top_k:
+        kept &= wide >= wide.topk(top_k).values[:, -1:]
+    if top_p < 1:
+        values, _ = (wide / temperature).sort(descending=True)
+        probabilities = values.softmax(-1)
+        # a little more than top_p: peers sum in fp32
+        count = (probabilities.cumsum(-1) - probabilities < top_p * 1.0001).sum(-1, keepdim=True)
+        kept &= wide / temperature >= values.gather(1, count - 1)
+    return kept
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]} rows")
+@pytest.mark.parametrize("peer", [OURS, EAGER, INDUCTOR, FLASHINFER])
+def test_sample(measure: Any, case: tuple[str, int], peer: str) -> None:
+    rule, rows = case
+    temperature, top_k, top_p = RULES[rule]
+
+    def build() -> Problem:
+        moved = rows * VOCAB * DTYPE.itemsize
+        logits = [(2 * torch.randn((rows, VOCAB), device=DEVICE)).to(DTYPE) for _ in range(sets_for(moved))]
+
+        def rows_of(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=DEVICE)
+
+        settings = (
+            rows_of(temperature, torch.float32), rows_of(top_k, torch.int32), rows_of(top_p, torch.float32),
+            torch.arange(rows, device=DEVICE), rows_of(7, torch.int64),
+        )  # fmt: skip
+        plain, theirs = _torch_sampler(temperature, top_k, top_p), _flashinfer_sampler(temperature, top_k, top_p)
+        compiled = inductor(plain)
+        kept, expected = _kept(logits[0], temperature, top_k, top_p), sample_ref(logits[0], *settings)
+
+        def check(name: str, tokens: torch.Tensor) -> float:
+            if name == OURS:
+                return float((tokens != expected).double().mean())
+            return float((~kept.gather(1, tokens.long()[:, None])).double().mean())
+
+        calls = {
+            OURS: lambda i: tkernels.sample(logits[i], *settings),
+            EAGER: lambda i: plain(logits[i]),
+            INDUCTOR: lambda i: compiled(logits[i]),
+        }
+        if temperature:
+            calls[FLASHINFER] = lambda i: theirs(logits[i])
+        return Problem(peers=calls, check=check, tolerance=0.0, bytes=moved, sets=len(logits))
+
+    measure(build)
