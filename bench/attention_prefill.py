@@ -109,7 +109,11 @@ def run_mixed() -> dict[str, Any]:
 
     calls = {"together": ours(both, with_decode=True), "rows": decode_rows, "chunk": ours(chunk)}
     times = interleaved({label: capture(call, 10) for label, call in calls.items()}, 10)
-    print("mixed us", {label: round(us, 1) for label, us in times.items()}, f"ratio {times['together'] / (times['rows'] + times['chunk']):.2f}")
+    print(
+        "mixed us",
+        {label: round(us, 1) for label, us in times.items()},
+        f"ratio {times['together'] / (times['rows'] + times['chunk']):.2f}",
+    )
     return {"case": "mixed", "us": times}
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for transformer inference, safe to capture in CUDA graphs."""
 
 from tkernels.activation import gelu_and_mul, gelu_mul, silu_and_mul, silu_mul
-from tkernels.attention import paged_attention, paged_attention_out
+from tkernels.attention import cascade_attention, merge_attention, paged_attention, paged_attention_out
 from tkernels.embedding import embedding_rms_norm
 from tkernels.fp8 import (
     add_rms_norm_fp8,
@@ -23,10 +23,12 @@ __all__ = [
     "add_rms_norm_fp8",
     "add_rms_norm_fp8_dynamic",
     "embedding_rms_norm",
+    "cascade_attention",
     "gelu_and_mul",
     "gelu_mul",
     "layer_norm",
     "linear",
+    "merge_attention",
     "paged_attention",
     "paged_attention_out",
     "quantize_fp8",

@@ -149,7 +149,7 @@ def _decode_kernel(
         seen = offs_k < length
         if HAS_WINDOW:  # pages before the window may have been freed
             seen = seen & (offs_k > length - query_len - window)
-        page, slot = token_slots(table_ptr + s.to(tl.int64) * stride_bt, start, offs_n, length - 1, PAGE, BLOCK_N)
+        page, slot = token_slots(table_ptr + s.to(tl.int64) * stride_bt, start, offs_n, tl.maximum(length - 1, 0), PAGE, BLOCK_N)
         k_pages = page * stride_kp
         v_pages = k_pages if SAME_STRIDES else page * stride_vp
         mask_kv = seen[:, None]
@@ -356,12 +356,14 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
         HAS_SINKS=x.sinks is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         LEAVES=_LEAVES, BRANCH=_BRANCH, BY_RANGE=by_range, PDL=pdl,
     )  # fmt: skip
+    # an empty sequence reads one page id, unused; where the table has none to read, a length stands in
+    table, stride_bt = (x.block_table, x.block_table.stride(0)) if x.capacity else (x.seq_lens, 0)
     _decode_kernel[(ranges * x.kv_heads * row_tiles,)](
-        x.q, x.k_cache, x.v_cache, out, lse, x.block_table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
+        x.q, x.k_cache, x.v_cache, out, lse, table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         parts, states, cuts,
         x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride,
-        x.block_table.stride(0), x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        stride_bt, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
         PAGE=x.page_size, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,

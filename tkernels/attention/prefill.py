@@ -214,5 +214,6 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
-        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
     )  # fmt: skip

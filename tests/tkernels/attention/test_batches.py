@@ -1,0 +1,177 @@
+"""What a batch may hold: padding, empty rows, poisoned pages, lengths beyond the table; and a row's bits, which never depend on it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import tkernels
+from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.test_values import attend
+from tkernels.attention._inputs import check_inputs
+from tkernels.attention._tiles import DecodeTiles
+from tkernels.attention.decode import decode
+
+
+def part(case: Case, first: int, last: int, max_query_len: int | None = None) -> Case:
+    """The sequences ``first : last`` alone."""
+    starts = case.cu_seqlens_q[first : last + 1]
+    rows = case.q[int(starts[0]) : int(starts[-1])]
+    keywords = dict(case.keywords)
+    keywords["max_query_len"] = max_query_len or int((starts[1:] - starts[:-1]).max())
+    return Case(rows, case.k_cache, case.v_cache, case.block_table[first:last], case.seq_lens[first:last], starts - starts[0], keywords)
+
+
+def test_b001_b015_rows_past_the_last_sequence_are_zero(device):
+    case = make_case([3, 20, 9], [3, 12, 1], heads=2, kv_heads=1, dim=16, extra_rows=4, device=device)
+    out, lse = attend(case)
+    check(case, out, lse)
+    assert (out[-4:] == 0).all() and torch.isneginf(lse[-4:]).all()
+
+
+def test_b008_empty_row_with_a_table_of_minus_one(device):
+    case = make_case([5, 0, 0], [1, 1, 12], heads=2, kv_heads=1, dim=16, max_pages=2, device=device)
+    assert (case.block_table[1:] == -1).all()
+    out, lse = attend(case)
+    check(case, out, lse)
+    assert (out[1:] == 0).all() and torch.isneginf(lse[1:]).all()
+
+
+def test_b010_page_zero_is_never_taken(device):
+    """Unused columns of the table point at page 0: clean or poisoned, the bits are the same."""
+    case = make_case([5, 20], [1, 12], heads=2, kv_heads=1, dim=16, max_pages=6, device=device)
+    case.block_table[case.block_table < 0] = 0
+    poisoned, _ = attend(case)
+    case.k_cache[0], case.v_cache[0] = 0.0, 0.0
+    clean, _ = attend(case)
+    assert torch.equal(poisoned, clean)
+    check(case, poisoned)
+
+
+def test_freed_pages_before_the_window_are_not_read(device):
+    case = make_case([60, 60], [1, 12], heads=2, kv_heads=1, dim=16, window=8, device=device)
+    expected, _ = attend(case)
+    case.block_table[0, : (60 - 8) // 8] = -1
+    case.block_table[1, : (60 - 12 - 8) // 8] = -1
+    out, _ = attend(case)
+    assert torch.equal(out, expected)
+
+
+def test_b078_length_beyond_the_table_is_cut(device):
+    case = make_case([8, 8], [1, 2], heads=2, kv_heads=1, dim=16, page_size=4, device=device)
+    case.seq_lens = torch.tensor([9, 2**31 - 1], dtype=torch.int32, device=device)
+    out, lse = attend(case)
+    check(case, out, lse)  # the oracle cuts at 2 pages of 4 as well
+    wide = torch.full((2, 4), 2**30, dtype=torch.int32, device=device)  # a page id that would fault, just past the table's columns
+    wide[:, :2] = case.block_table
+    case.block_table = wide[:, :2]
+    again, _ = attend(case)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [12, 1, 9]])
+def test_b091_batch_of_empty_rows(query_lens, device):
+    case = make_case([0, 0, 0], query_lens, heads=2, kv_heads=1, dim=16, max_pages=1, device=device)
+    out, lse = attend(case)
+    assert (out == 0).all() and torch.isneginf(lse).all()
+
+
+def test_b161_nothing_to_do(device):
+    """0 tokens; tokens without a sequence; a table without columns."""
+    case = make_case([], [], heads=2, kv_heads=1, dim=16, device=device)
+    out, lse = tkernels.paged_attention(*case.tensors, **case.keywords, return_lse=True)
+    assert out.shape == (0, 2, 16) and lse.shape == (0, 2)
+    case = make_case([], [], heads=2, kv_heads=1, dim=16, extra_rows=3, device=device)
+    out, lse = attend(case)
+    assert (out == 0).all() and torch.isneginf(lse).all()
+    case = make_case([0], [1], heads=2, kv_heads=1, dim=16, device=device)
+    assert case.block_table.shape == (1, 0)
+    out, _ = attend(case)
+    assert (out == 0).all()
+
+
+def test_b036_sequences_added_by_padding_change_nothing(device):
+    """A fixed number of sequence rows: the surplus has no queries, and garbage where nothing may be read."""
+    case = make_case([30, 5], [1, 1], heads=2, kv_heads=1, dim=16, device=device)
+    expected, _ = attend(case)
+    padded = Case(
+        torch.cat((case.q, torch.full_like(case.q, float("nan")))), case.k_cache, case.v_cache,
+        torch.cat((case.block_table, torch.full_like(case.block_table, 2**30))),
+        torch.cat((case.seq_lens, torch.full_like(case.seq_lens, 2**30))),
+        torch.cat((case.cu_seqlens_q, case.cu_seqlens_q[-1:].repeat(2))), case.keywords,
+    )  # fmt: skip
+    out, lse = attend(padded)
+    assert torch.equal(out[:2], expected) and (out[2:] == 0).all() and torch.isneginf(lse[2:]).all()
+
+
+def test_bits_of_a_row_do_not_depend_on_its_batch(device):
+    """Alone, among others, in another order, in another bucket of max_query_len: the same bits, in decode and in prefill."""
+    case = make_case([100, 33, 0, 20, 40, 3], [1, 3, 1, 12, 9, 1], heads=3, kv_heads=1, dim=16, device=device)
+    out, lse = attend(case)
+    check(case, out, lse)
+    starts = case.cu_seqlens_q.tolist()
+    for s in range(6):
+        rows = slice(starts[s], starts[s + 1])
+        alone, alone_lse = attend(part(case, s, s + 1))
+        assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+    pair, _ = attend(part(case, 0, 2))  # bucket 8 instead of all
+    assert torch.equal(pair, out[: starts[2]])
+
+
+def test_bits_do_not_depend_on_how_the_work_is_shared(device):
+    """Every number of ranges, so every place to cut: whole rows, cuts between leaves and between branches, many rows in one range."""
+    lens = [1, 0, 33, 300, 16, 17, 90, 700]
+    case = make_case(lens, [1] * 8, heads=2, kv_heads=1, dim=16, device=device)
+    block_n = 16
+    results = []
+    for programs in (0, 1, 2, 5):  # 0: one range
+        tiles = DecodeTiles(block_n=block_n, programs_per_sm=programs, num_warps=4, num_stages=2)
+        out = torch.full_like(case.q, float("nan"))
+        lse = torch.full(case.q.shape[:2], float("nan"), device=device)
+        inputs = check_inputs(*case.tensors, case.keywords["scale"], True, 0, 0.0, None, None, None, 1.0)
+        decode(inputs, out, lse, 1, tiles)
+        results.append((out, lse))
+    check(case, *results[0])
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_b035_the_launch_is_a_function_of_the_shapes(device, monkeypatch):
+    """The same kernels, grids and compile-time arguments whatever the lengths are; only the bucket of max_query_len counts."""
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **keywords):
+                launches.append((self.kernel, grid, tuple(sorted((k, str(v)) for k, v in keywords.items()))))
+
+            return launch
+
+    module = sys.modules[decode.__module__]
+    prefill_module = sys.modules["tkernels.attention.prefill"]
+    for owner, name in ((module, "_decode_kernel"), (module, "_combine_kernel"), (prefill_module, "_prefill_kernel")):
+        monkeypatch.setattr(owner, name, Recorder(name))
+    case = make_case([40, 40], [1, 1], heads=2, kv_heads=1, dim=16, device=device)
+    for max_query_len, kernels in ((1, 2), (2, 2), (8, 2), (9, 3), (500, 3)):
+        seen = set()
+        for lens in ([1, 1], [0, 0], [16, 17], [40, 1], [2**30, 0]):
+            case.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+            launches.clear()
+            case.q = torch.zeros(12, 2, 16, device=device)
+            attend(Case(*case.tensors, {**case.keywords, "max_query_len": max_query_len}))
+            assert len(launches) == kernels
+            seen.add(tuple(launches))
+        assert len(seen) == 1
+
+
+def test_b033_lengths_are_read_from_the_device(device):
+    """One set of buffers, as in a captured graph: the lengths change in place."""
+    case = make_case([60, 60], [1, 1], heads=2, kv_heads=1, dim=16, device=device, poison=False)
+    for lens in ([1, 60], [17, 0], [60, 59]):
+        case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        check(case, *attend(case))
