@@ -3,10 +3,11 @@
 Importing it also makes ``torch.compile(module, backend="tkernels")`` known where the package is not installed.
 """
 
+from runtime.answer import Completion, Event
 from runtime.backend import tkernels_backend
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.dispatch import Decision
-from runtime.engine import Completion, Engine, Event
+from runtime.engine import Engine
 from runtime.graph import CaptureError
 from runtime.graphed import GraphedModule, graphed
 from runtime.plan import Plan

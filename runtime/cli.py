@@ -23,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from runtime.answer import Completion, Event
 from runtime.config import ConfigError, RuntimeConfig
-from runtime.engine import Completion, Engine, Event
+from runtime.engine import Engine
 from runtime.request import SamplingParams
 
 _EXAMPLES = """\

@@ -14,67 +14,25 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
-
+from runtime.answer import Answer, Completion, Event
 from runtime.blocks import BlockManager
 from runtime.capture import Address
-from runtime.checkpoint import read_json
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.dispatch import Decision
-from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.loading import Loaded, load
+from runtime.model import CausalLM
 from runtime.policy import CheapestPerToken, fill_budget
-from runtime.request import FinishReason, Request, RequestError, SamplingParams
+from runtime.request import Request, RequestError, SamplingParams
 from runtime.runner import Launched, Runner
 from runtime.scheduler import Scheduler, Step
 from runtime.text import TextError, TextStream, Tokenizer
-from runtime.weights import find_packaged_gguf, prepare
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 OnError = Literal["raise", "return"]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    prompt_token_ids: list[int]
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one step brought for one prompt (``index``, as given to ``stream``). The last event has a finish reason."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Answer:
-    """A submitted request: what has arrived, and what the caller has not taken yet."""
-
-    request: Request
-    index: int = 0
-    text: str = ""
-    events: deque[Event] = field(default_factory=deque)
-    finished: bool = False
-    _stream: TextStream | None = None
-
-    def completion(self) -> Completion:
-        request = self.request
-        assert request.finish_reason is not None
-        return Completion(self.text, request.generated, request.finish_reason, list(request.prompt_tokens))
 
 
 class Engine:
@@ -98,19 +56,16 @@ class Engine:
         self.config = RuntimeConfig.load({} if config is None else config)
         if self.config.parallel.tensor != 1:
             raise ConfigError(f"parallel.tensor: this engine runs on one device, got {self.config.parallel.tensor}")
-        self.tokenizer, self._eos = tokenizer, frozenset[int]()
-        if isinstance(model, CausalLM):
-            self.model = model
-        else:
-            _check_placement(self.config)
-            folder = _locate(model or self.config.model.path, report)
-            report(f"loading {folder}")
-            self.model = load_model(folder, self.config.model.dtype, self.config.model.device)
-            self._eos = _eos_tokens(folder)
-            if tokenizer is None and (folder / "tokenizer.json").is_file():
-                self.tokenizer = Tokenizer.open(folder)
-        spec, limits = self.model.spec, self.config.scheduler
-        max_context = min(limits.max_context or spec.max_positions, spec.max_positions)
+        self.model, self.tokenizer, self._eos = (
+            Loaded(model, None, frozenset())
+            if isinstance(model, CausalLM)
+            else load(model or self.config.model.path, self.config.model, report)
+        )
+        self.tokenizer = tokenizer or self.tokenizer
+        limits, longest = self.config.scheduler, self.model.spec.max_positions
+        if limits.max_context > longest:
+            raise ConfigError(f"scheduler.max_context: expected at most the model's {longest}, got {limits.max_context}")
+        max_context = limits.max_context or longest
         self.runner = Runner(self.model, self.config, max_context)
         report(f"KV cache: {self.runner.num_pages} pages of {self.runner.page_size} tokens on {self.runner.device}")
         self.plan = self.runner.warmup(progress)
@@ -146,7 +101,7 @@ class Engine:
                 self.step()
         finally:
             self._drop(answers)
-        return [answer.completion() if isinstance(answer, Answer) else _refused(answer) for answer in answers]
+        return [answer.completion() if isinstance(answer, Answer) else Completion.refused(answer) for answer in answers]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
@@ -216,14 +171,14 @@ class Engine:
         self.scheduler.add(request)
         self._submitted += 1
         stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-        answer = self._answers[request.number] = Answer(request, index, _stream=stream)
+        answer = self._answers[request.number] = Answer(request, stream, index)
         return answer
 
     def abort(self, answer: Answer) -> None:
         """End a request. Its pages come back as soon as no step in flight uses them."""
         if not answer.finished:
             self.scheduler.finish(answer.request, "abort")
-            self._close(answer, "", [])
+            self._report(answer, "", [])
 
     @property
     def has_work(self) -> bool:
@@ -259,29 +214,23 @@ class Engine:
         except BaseException:
             for failed in (step, *(step for step, _ in self._flying)):
                 for request in self.scheduler.abandon(failed):
-                    self._close(self._answers[request.number], "", [])
+                    self._report(self._answers[request.number], "", [])
             self._flying.clear()
             raise
 
     def _deliver(self, answer: Answer) -> None:
+        """Hand a request's newest token to its answer."""
         request, token = answer.request, answer.request.tokens[-1]
-        text = "" if answer._stream is None else answer._stream.push(token)
-        if answer._stream is not None and answer._stream.stopped:
-            if request.finish_reason is None:
-                self.scheduler.finish(request, "stop")
-            request.finish_reason = "stop"
-        answer.text += text
-        if request.finish_reason is None:
-            answer.events.append(Event(answer.index, text, [token]))
-        else:
-            self._close(answer, text, [token])
+        text = answer.push(token)
+        if answer.stopped:
+            self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"  # also where the same token ended it by length
+        self._report(answer, text, [token])
 
-    def _close(self, answer: Answer, text: str, tokens: list[int]) -> None:
-        rest = "" if answer._stream is None else answer._stream.finish()
-        answer.text += rest
-        answer.finished = True
-        answer.events.append(Event(answer.index, text + rest, tokens, answer.request.finish_reason))
-        del self._answers[answer.request.number]
+    def _report(self, answer: Answer, text: str, tokens: list[int]) -> None:
+        answer.report(text, tokens)
+        if answer.finished:
+            del self._answers[answer.request.number]
 
     def _tokens(self, prompt: Prompt, chat: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -325,36 +274,3 @@ class Engine:
             "evicted_pages": self.scheduler.blocks.evictions,
             "modes": self.runner.steps.stats(),
         }
-
-
-def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
-    """The folder to load from. ``package:NAME`` is the GGUF file that an installed Python package brings."""
-    if not str(path):
-        raise ConfigError('model.path: expected a Hugging Face folder, a .gguf file or "package:NAME", got nothing')
-    if str(path).startswith("package:"):
-        path = find_packaged_gguf(str(path).removeprefix("package:"))
-    folder = prepare(path)
-    if str(folder) != str(path):
-        report(f"using {folder}, converted from {path}")
-    return folder
-
-
-def _check_placement(config: RuntimeConfig) -> None:
-    """Device and dtype before anything is read, under the names that the configuration has for them."""
-    try:
-        resolve_dtype(config.model.dtype, torch.float32, resolve_device(config.model.device))
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from error
-
-
-def _eos_tokens(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            value = read_json(folder / name).get("eos_token_id")
-            if value is not None:
-                return frozenset([value] if isinstance(value, int) else value)
-    return frozenset()
-
-
-def _refused(error: RequestError) -> Completion:
-    return Completion("", [], "error", [], str(error))

@@ -24,7 +24,7 @@ from runtime.plan import Plan, PlanRow
 from runtime.request import Request
 from runtime.scheduler import Step
 
-_WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with, where the cache and the model hold as many
+_WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with; half of what a request may have, where that is less
 _CPU_CACHE_BYTES = 1 << 30
 
 _TOKENS = ("input_ids", "token_source", "positions", "slot_mapping")
@@ -279,7 +279,7 @@ class Runner:
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
         """
         counts = np.ones(decodes + (chunk > 0), np.int64)
-        starts = np.full(len(counts), min(_WARMUP_CONTEXT, self.max_context - 1), np.int64)
+        starts = np.full(len(counts), min(_WARMUP_CONTEXT, self.max_context // 2), np.int64)
         if chunk:
             counts[-1] = chunk
             starts[-1] = max(0, min(starts[-1], self.max_context - chunk))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.answer import Completion, Event
 from runtime.config import ConfigError
-from runtime.engine import Completion, Engine, Event
+from runtime.engine import Engine
 from runtime.model import CheckpointError
 from runtime.request import RequestError, SamplingParams
 from runtime.text import Tokenizer
@@ -244,6 +245,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) ->
         ({"cache": {"page_size": 0}}, "cache.page_size"),
         ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
+        ({"scheduler": {"max_context": 3000}}, "scheduler.max_context: expected at most the model's 2048, got 3000"),
     ],
 )
 def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: str) -> None:

@@ -1,0 +1,69 @@
+"""What comes back from the engine: whole (``Completion``), step by step (``Event``), and the state between (``Answer``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from runtime.request import FinishReason, Request, RequestError
+from runtime.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_token_ids: list[int]
+    error: str | None = None
+
+    @classmethod
+    def refused(cls, error: RequestError) -> Completion:
+        return cls("", [], "error", [], str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step brought for one prompt (``index``, as given to ``stream``). The last event has a finish reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """A submitted request: what has arrived, and the events that the caller has not taken yet."""
+
+    request: Request
+    stream: TextStream | None
+    index: int = 0
+    text: str = ""
+    events: deque[Event] = field(default_factory=deque)
+    finished: bool = False
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; ``stopped`` tells whether a stop string came with it."""
+        return "" if self.stream is None else self.stream.push(token)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stream is not None and self.stream.stopped
+
+    def report(self, text: str, tokens: list[int]) -> None:
+        """Add an event: the last one, with all text that was held back, when the request has ended."""
+        reason = self.request.finish_reason
+        if reason is not None and self.stream is not None:
+            text += self.stream.finish()
+        self.text += text
+        self.finished = reason is not None
+        self.events.append(Event(self.index, text, tokens, reason))
+
+    def completion(self) -> Completion:
+        request = self.request
+        assert request.finish_reason is not None, "the request has not ended"
+        return Completion(self.text, request.generated, request.finish_reason, list(request.prompt_tokens))

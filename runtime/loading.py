@@ -1,0 +1,65 @@
+"""From what the configuration names to a model with its tokenizer and its end-of-sequence tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from runtime.checkpoint import CheckpointError, read_json
+from runtime.config import ConfigError, ModelConfig
+from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.text import Tokenizer
+from runtime.weights import find_packaged_gguf, prepare
+
+_PACKAGE = "package:"
+
+
+class Loaded(NamedTuple):
+    model: CausalLM
+    tokenizer: Tokenizer | None
+    eos_tokens: frozenset[int]
+
+
+def load(path: str | Path, config: ModelConfig, report: Callable[[str], None]) -> Loaded:
+    """Load a Hugging Face folder, a ``.gguf`` file (converted once into the cache), or ``package:NAME``.
+
+    The last is the GGUF file that an installed Python package brings. Raises ConfigError or CheckpointError before anything big is
+    read where that is possible.
+    """
+    try:
+        resolve_dtype(config.dtype, torch.float32, resolve_device(config.device))
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error  # under the names that the configuration has for them
+    folder = _locate(path, report)
+    report(f"loading {folder}")
+    model = load_model(folder, config.dtype, config.device)
+    tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").is_file() else None
+    return Loaded(model, tokenizer, _eos_tokens(folder))
+
+
+def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
+    if not str(path):
+        raise ConfigError(f'model.path: expected a Hugging Face folder, a .gguf file or "{_PACKAGE}NAME", got nothing')
+    if str(path).startswith(_PACKAGE):
+        path = find_packaged_gguf(str(path).removeprefix(_PACKAGE))
+    path = Path(path).expanduser()
+    if path.suffix == ".gguf":
+        report(f"looking for the converted {path.name}, else converting it once; this takes about half a minute")
+    return prepare(path)
+
+
+def _eos_tokens(folder: Path) -> frozenset[int]:
+    """From generation_config.json, which knows of end-of-turn tokens, else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        value = read_json(file).get("eos_token_id") if file.is_file() else None
+        if value is None:
+            continue
+        tokens = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) for token in tokens):
+            raise CheckpointError(f"{file}: eos_token_id: expected an integer or a list of them, got {value!r}")
+        return frozenset(tokens)
+    return frozenset()
