@@ -24,7 +24,7 @@ from runtime.graph import CaptureError, Pool
 from runtime.outputs import OutputDims, cut_to_real
 
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
-RESTORED_BYTES = 256 << 20  # persistent tensors up to this size are put back where a step that is run twice differs from one run once
+RESTORED_BYTES = 256 << 20  # so much state, in all, is put back after runs that the caller did not ask for
 
 
 @dataclass
@@ -54,8 +54,7 @@ def prove(
         problem = _compare(step, reference, given, arena, dims, pool, mutated, {})
         if problem and step.written:
             # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
-            small = {n: t for n, t in step.written.items() if t.nbytes <= RESTORED_BYTES}
-            problem = _compare(step, reference, given, arena, dims, pool, mutated, small)
+            problem = _compare(step, reference, given, arena, dims, pool, mutated, moderate(step.written))
             idempotent = False
         if problem:
             raise CaptureError(f"{name}: {problem}")
@@ -150,10 +149,22 @@ def written_state(module: Call, given: Inputs, arena: Arena, state: Mapping[str,
     return {by_storage[cdata]: state[by_storage[cdata]] for cdata in writes.storages if cdata in by_storage}
 
 
+def moderate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The smaller ones, up to ``RESTORED_BYTES`` in all."""
+    chosen: dict[str, torch.Tensor] = {}
+    total = 0
+    for name, t in sorted(state.items(), key=lambda item: item[1].nbytes):
+        total += t.nbytes
+        if total > RESTORED_BYTES:
+            break
+        chosen[name] = t
+    return chosen
+
+
 @contextmanager
 def kept(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Put state of a moderate size back as it was before."""
-    saved = {name: t.clone() for name, t in state.items() if t.nbytes <= RESTORED_BYTES}
+    saved = {name: t.clone() for name, t in moderate(state).items()}
     try:
         yield
     finally:

@@ -166,7 +166,8 @@ class GraphedModule(torch.nn.Module):
         Give one representative step as arguments, which is cut to smaller sizes and padded to larger ones. Or give
         ``make_inputs(size, key) -> (args, kwargs)``, called for each of ``keys`` (dicts of host values), so that every size is
         timed on real lengths; it returns None for a size that does not occur with that key. Call again to add keys.
-        The inputs must be harmless to run: captures and timings run them many times.
+        The inputs must be harmless to run, as captures and timings run them many times: let them write no page of a cache that holds
+        anything. Smaller state (256 MiB in all) is put back afterwards.
         """
         with self._lock:
             representatives: list[tuple[Call, Representative]] = []

@@ -27,7 +27,7 @@ def default_histogram(max_tokens: int) -> dict[int, float]:
 def load_histogram(path: str | Path) -> dict[int, float]:
     """A file of step sizes: JSON ``{"size": count}``, as ``stats()["step_sizes"]`` is, or one size a line, each counted once."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).expanduser().read_text()
     except OSError as error:
         raise ValueError(f"graph.histogram: {path}: cannot be read: {error.strerror}") from error
     try:

@@ -17,7 +17,7 @@ from runtime.arena import Arena, InputSpec
 from runtime.binding import Binding, Call, key_text
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import RESTORED_BYTES, Inputs, differs_from_module, kept, prove, rows_mix, written_state
+from runtime.contract import Inputs, differs_from_module, moderate, prove, rows_mix, written_state
 from runtime.graph import CaptureError
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
@@ -60,6 +60,8 @@ class KeySteps:
     alike: tuple[str, ...]
     """Named sizes that must be equal in a call for a graph to serve it: the outputs do not tell which of them they follow."""
     writes_arguments: bool = False
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters, buffers and static arguments that the step writes, as far as its ops declare."""
     checked: bool = False
     """Whether padding has been found harmless or not."""
     exact: bool = False
@@ -210,6 +212,15 @@ class Steps:
         key.dropped.pop((mode, size), None)
         return captured
 
+    def find_written(self, key: KeySteps, size: int) -> None:
+        """Fill ``key.written``. Runs the module once, on a representative step."""
+        given = self.inputs(key, size)[0]
+        before = {n: t.clone() for n, t in moderate(self.persistent.tensors() | key.static).items()}
+        key.written = written_state(key.module_call, given, key.arena, self.persistent.tensors() | key.static)
+        for name, tensor in key.written.items():
+            if name in before:
+                tensor.copy_(before[name])
+
     def check_padding(self, key: KeySteps, size: int) -> None:
         """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key."""
         padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
@@ -217,8 +228,7 @@ class Steps:
             return
         key.checked = True
         given = padded[-1]
-        written = written_state(key.module_call, given, key.arena, self.persistent.tensors() | key.static)
-        large = sorted(name for name, t in written.items() if t.nbytes > RESTORED_BYTES)
+        large = sorted(set(key.written) - set(moderate(key.written)))
         if large and not self.pad:
             self.remark(
                 f"padding was not shaken: the step writes {large[0]}, which is too large to be put back, and no padding value is declared "
@@ -226,8 +236,7 @@ class Steps:
             )
             why = ""
         else:
-            with kept(written):
-                why = rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
+            why = rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
         why = why or differs_from_module(key.call, key.module_call, given, key.arena, key.dims)
         if why:
             key.exact = True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from runtime.binding import Call
-from runtime.contract import Inputs
+from runtime.contract import Inputs, kept
 from runtime.dispatch import Candidates, Dispatcher, regret
 from runtime.measure import interleaved_ms, median_ms
 from runtime.plan import Plan, PlanRow
@@ -70,8 +71,10 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     steps.replays += 1  # captures run graphs: what was borrowed before is no longer safe
     budget, held = steps.config.graph.memory_budget, steps.graph_bytes
     full = ""
-    with torch.inference_mode(False), torch.no_grad(), steps.pool.session(collect=not between_steps):
+    with torch.inference_mode(False), torch.no_grad(), steps.pool.session(collect=not between_steps), ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
+            steps.find_written(key, min(size for k, _, size in order if k is key))
+            state.enter_context(kept(key.written))
             steps.check_padding(key, min((size for k, _, size in order if k is key and size > 1), default=1))
         for done, (key, mode, size) in enumerate(order):
             what = f"{mode} at size {size}"
@@ -111,7 +114,9 @@ def measure_all(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, 
     jobs = [(steps.keys[host], size) for host, list_ in sizes.items() for size in sorted(list_)]
     table = dispatcher.table
     steps.replays += 1
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as state:
+        for key in dict.fromkeys(key for key, _ in jobs):
+            state.enter_context(kept(key.written))
         for done, (key, size) in enumerate(jobs):
             if progress:
                 progress(done, len(jobs), f"measuring size {size}")
@@ -153,7 +158,7 @@ def measure_regret(steps: Steps, dispatcher: Dispatcher, key: KeySteps, sizes: I
     picks: dict[int, tuple[str, int]] = {}
     measured: dict[int, dict[tuple[str, int], float]] = {}
     steps.replays += 1
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), kept(key.written):
         for n in sizes:
             call = key.representative(n)
             if call is None:
