@@ -23,7 +23,7 @@ from bench import harness, suite
 from bench.peers import versions, why_absent
 
 _CLOCK = suite.VirtualClock()
-_measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]]] = {}
+_measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]] | Exception] = {}
 
 
 def _case_of(item: pytest.Item) -> tuple[Any, ...]:
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {case: index for index, case in reversed(list(enumerate(map(_case_of, items))))}
     items.sort(key=lambda item: first[_case_of(item)])
     for item in items:
-        if "measure" in getattr(item, "fixturenames", ()):
+        if {"measure", "report"} & set(getattr(item, "fixturenames", ())):
             group = " ".join(_case_of(item)[1:])
             item.add_marker(pytest.mark.benchmark(timer=_CLOCK, group=group))
 
@@ -64,19 +64,39 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callabl
             pytest.skip(f"{peer}: absent, {absent}")
         if case not in _measured:
             _measured.clear()  # one case's tensors at a time
-            problem = build()
+            try:
+                problem = build()
+            except Exception as failure:
+                _measured[case] = failure
+                raise
             others = [item.callspec.params["peer"] for item in request.session.items if _case_of(item) == case]
             selected = [name for name in others if name in problem.peers and why_absent(name) is None]
             _measured[case] = (problem, suite.measure(problem, selected))
             problem.peers.clear()
-        problem, outcomes = _measured[case]
+        measured = _measured[case]
+        if isinstance(measured, Exception):
+            pytest.fail(f"the case could not be set up: {measured}", pytrace=False)
+        problem, outcomes = measured
         if peer not in outcomes:
             pytest.skip(f"{peer}: has no such operation")
         outcome = outcomes[peer]
         if outcome.failure is not None:
             raise outcome.failure
-        benchmark.extra_info |= suite.extra_info(problem, outcome) | {"peer": peer, "case": str(params["case"])}
-        left = iter(outcome.seconds)
-        benchmark.pedantic(lambda: _CLOCK.advance(next(left)), rounds=len(outcome.seconds))
+        _report(request, benchmark, problem, outcome)
 
     return run
+
+
+def _report(request: pytest.FixtureRequest, benchmark: Any, problem: suite.Problem, outcome: suite.Outcome) -> None:
+    params = request.node.callspec.params
+    peer = str(params["peer"])
+    case = request.node.callspec.id.removeprefix(f"{peer}-").removesuffix(f"-{peer}")
+    benchmark.extra_info |= suite.extra_info(problem, outcome) | {"peer": peer, "case": case}
+    left = iter(outcome.seconds)
+    benchmark.pedantic(lambda: _CLOCK.advance(next(left)), rounds=len(outcome.seconds))
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[suite.Problem, suite.Outcome], None]:
+    """report(problem, outcome): for what was checked and timed elsewhere, in other processes, say."""
+    return lambda problem, outcome: _report(request, benchmark, problem, outcome)

@@ -44,7 +44,8 @@ class Problem:
     expected: the oracle's result for set 0, in fp32 or fp64, compared by ‖out − expected‖ / ‖expected‖ with ``tolerance``; or
     check(peer, out) → error, for results that may differ (random draws). pick selects the part of a result that is compared.
     bytes, flops: what one call must move and compute at the least. sets: how many sets of inputs there are.
-    wall: time calls back to back on the host clock instead of graphs on the device.
+    wall: time calls back to back on the host clock instead of graphs on the device. units: of work in a call (tokens, say), by which
+    its time is divided.
     """
 
     peers: dict[str, Callable[[int], Any]]
@@ -56,6 +57,7 @@ class Problem:
     flops: int = 0
     sets: int = 1
     wall: bool = False
+    units: int = 1
     repeats: int = REPEATS
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +130,7 @@ def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     errors: dict[str, float] = {}
     runs: dict[str, Callable[[], Any]] = {}
-    calls = -(-MIN_CALLS // problem.sets) * problem.sets
+    calls = 1 if problem.units > 1 else -(-MIN_CALLS // problem.sets) * problem.sets
     with torch.no_grad():
         for peer in selected:
             try:
@@ -143,7 +145,7 @@ def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
             runs, repeats=problem.repeats, warmup=3 if ON_GPU else 0, **({"once_us": once} if once else {})
         )
     for peer, values in samples.items():
-        outcomes[peer] = Outcome(tuple(value / calls * 1e-6 for value in values), errors[peer])
+        outcomes[peer] = Outcome(tuple(value / calls / problem.units * 1e-6 for value in values), errors[peer])
     runs.clear()
     gc.collect()
     if ON_GPU:

@@ -89,7 +89,7 @@ def _flashinfer(paged: Paged, prefill: bool) -> Callable[[int], torch.Tensor]:
 
     wrappers = []
     for table in paged.tables:
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
         indptr = torch.arange(paged.batch + 1, dtype=torch.int32, device=DEVICE) * table.shape[1]
         last = torch.full((paged.batch,), (paged.length - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=DEVICE)
         if prefill:

@@ -67,7 +67,7 @@ def _kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) ->
         values, _ = (wide / temperature).sort(descending=True)
         probabilities = values.softmax(-1)
         # a little more than top_p: peers sum in fp32
-        count = (probabilities.cumsum(-1) - probabilities < top_p * 1.0001).sum(-1, keepdim=True)
+        count = (probabilities.cumsum(-1) - probabilities < top_p * 1.001).sum(-1, keepdim=True)
         kept &= wide / temperature >= values.gather(1, count - 1)
     return kept
 
