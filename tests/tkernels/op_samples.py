@@ -129,6 +129,11 @@ def paged_attention_out(device: torch.device) -> list[Call]:
     return calls
 
 
+def merge_attention(device: torch.device) -> list[Call]:
+    out, lse = torch.randn(2, 5, 4, 16, device=device), torch.randn(2, 5, 4, device=device)
+    return [((out[0, :n].clone(), lse[0, :n].clone(), out[1, :n].clone(), lse[1, :n].clone()), {}) for n in (5, 1, 0)]
+
+
 def padded_attention(device: torch.device) -> list[Call]:
     calls: list[Call] = []
     for batch, queries, keys in ((2, 3, 5), (1, 1, 4), (2, 0, 5)):
@@ -201,6 +206,7 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "gelu_mul": gelu_mul,
     "layer_norm": layer_norm,
     "linear": linear,
+    "merge_attention": merge_attention,
     "padded_attention": padded_attention,
     "paged_attention": paged_attention,
     "paged_attention_out": paged_attention_out,

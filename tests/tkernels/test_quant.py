@@ -131,7 +131,11 @@ def test_weight_offset_reaches_the_fp8_norms(device: torch.device) -> None:
     ("call", "error", "message"),
     [
         (lambda x: tkernels.quantize_fp8(x, torch.ones(2, device=x.device)), ValueError, r"scale: expected one element, got \[2\]"),
-        (lambda x: tkernels.quantize_fp8(x, torch.ones(1, device=x.device).half()), TypeError, "scale: expected float32 for a static scale"),
+        (
+            lambda x: tkernels.quantize_fp8(x, torch.ones(1, device=x.device).half()),
+            TypeError,
+            "scale: expected float32 for a static scale",
+        ),
         (lambda x: tkernels.quantize_fp8_per_block(x, 100), ValueError, "block: expected 16, 32, 64, 128 or 256 columns, .* got 100"),
         (lambda x: tkernels.quantize_fp8_per_block(x, 0), ValueError, "quantize_fp8_per_token scales whole rows"),
         (lambda x: tkernels.rms_norm_fp8_dynamic(x, x[0], block=-1), ValueError, "block: expected"),
