@@ -32,6 +32,11 @@ def _attend(
         _check_output("lse", lse, tuple(q.shape[:2]), torch.float32, q)
     if q.shape[0] == 0:
         return
+    if inputs.num_seqs == 0:  # every row belongs to no sequence; the kernels would have no length to read
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
     if max_query_len > QUERY_LEN:  # first: its programs run longest
         prefill(inputs, out, lse, QUERY_LEN + 1)
     decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
