@@ -177,7 +177,7 @@ def _name(case: tuple[int, int]) -> str:
 def test_decode(measure: Any, case: tuple[int, int], peer: str) -> None:
     def build() -> Problem:
         paged = Paged(*case, queries=1)
-        return _problem(paged, paged.kv_bytes + 2 * paged.q.nbytes, 0, causal=False)
+        return _problem(paged, paged.kv_bytes + 2 * paged.q.nbytes, 4 * case[0] * case[1] * HEADS * DIM, causal=False)
 
     measure(build)
 

@@ -1,0 +1,126 @@
+"""bench/report.py on made-up results: tables, staleness, pictures, comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+
+ROOF = {"gb_per_s": 4000.0, "tflop_per_s": 700.0}
+
+
+def entry(name: str, case: str, peer: str, us: float, **info: Any) -> dict[str, Any]:
+    return {
+        "fullname": f"bench/test_elementwise.py::test_{name}[{peer}-{case}]",
+        "stats": {"median": us * 1e-6},
+        "extra_info": {"case": case, "peer": peer, "us": us, "error": 0.0, **info},
+    }
+
+
+def results(path: Path, when: str, *entries: dict[str, Any], gpu: str = "NVIDIA H200", **machine: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"gpu": gpu, "torch": "2.11", "triton": "3.6", "driver": "580", "commit": "abc", "peers": {}, **machine}
+    path.write_text(json.dumps({"machine_info": facts, "datetime": when, "benchmarks": list(entries)}))
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# x\n\n<!-- results: norm -->\nold\n<!-- /results -->\n\nrest\n")
+    roofed = dict(bytes=8e6, gb_per_s=3200.0, percent_of_roof=80.0, roof=ROOF)
+    results(
+        tmp_path / "bench" / "results" / "elementwise_h200.json", "2026-11-30T10:00:00",
+        entry("norm", "1 token", "tkernels", 1.5, **roofed), entry("norm", "1 token", "Liger", 1.7, **roofed),
+        entry("norm", "64 tokens", "tkernels", 2500.4, **roofed), peers={"FlashInfer": "absent: not installed"},
+    )  # fmt: skip
+    return tmp_path
+
+
+def test_table_has_cases_down_and_peers_across(tree: Path) -> None:
+    text = report.table("norm", tree / "bench" / "results")
+    assert "|  | tkernels | Liger |" in text
+    assert "| 1 token | **1.5 (80%)** | 1.7 (80%) |" in text
+    assert "| 64 tokens | **2500 (80%)** | – |" in text
+    assert "4.00 TB/s copied, 700 TFLOP/s" in text
+    assert "NVIDIA H200, torch 2.11, triton 3.6, driver 580, commit abc, 2026-11-30" in text
+    assert "Absent: FlashInfer (not installed)." in text
+
+
+def test_documents_become_stale_and_are_made_anew(tree: Path) -> None:
+    assert report.stale(tree) == ["README.md", "docs/img/roofline_elementwise_nvidia_h200.svg"]
+    assert report.write(tree)
+    assert report.stale(tree) == []
+    text = (tree / "README.md").read_text()
+    assert "old" not in text and text.endswith("<!-- /results -->\n\nrest\n") and "**1.5 (80%)**" in text
+    results(tree / "bench" / "results" / "later.json", "2026-12-01T10:00:00", entry("norm", "1 token", "tkernels", 1.4))
+    # A newer run of that benchmark on that GPU counts; it has no roof, so the picture has nothing to show any more.
+    assert report.stale(tree) == ["README.md", "docs/img/roofline_elementwise_nvidia_h200.svg (its results are gone)"]
+    report.write(tree)
+    assert "**1.4**" in (tree / "README.md").read_text()
+    assert report.stale(tree) == [] and not list((tree / "docs" / "img").iterdir())
+
+
+def test_a_table_without_results_says_how_to_get_them(tree: Path) -> None:
+    assert "Not measured yet: `pytest bench/ -k rope" in report.table("rope", tree / "bench" / "results")
+    assert "no `bench/results/step.json`" in report.table("file:step", tree / "bench" / "results")
+
+
+def test_two_gpus_have_a_table_each(tree: Path) -> None:
+    results(tree / "bench" / "results" / "b.json", "2026-11-01T10:00:00", entry("norm", "1 token", "tkernels", 9.0), gpu="Other")
+    text = report.table("norm", tree / "bench" / "results")
+    assert "NVIDIA H200, torch" in text and "Other, torch" in text
+
+
+def test_results_of_scripts_are_pivoted_by_name(tree: Path) -> None:
+    rows = [
+        {"batch": 1, "name": "full", "us": 900.0},
+        {"batch": 1, "name": "eager", "us": 4000.0},
+        {"batch": 8, "name": "full", "us": 950.5},
+    ]
+    data = {"machine": {"gpu": "H200", "torch": "2", "triton": "3", "commit": "c"}, "command": "python -m bench.step", "rows": rows}
+    (tree / "bench" / "results" / "step.json").write_text(json.dumps(data))
+    text = report.table("file:step", tree / "bench" / "results")
+    assert "| batch | full | eager |" in text and "| 1 | 900.0 | 4000 |" in text and "| 8 | 950.5 | – |" in text
+    assert report.runs(tree / "bench" / "results")[0].file == "elementwise_h200.json"  # such files are no runs
+
+
+def test_modes_picture_shows_the_pick(tree: Path) -> None:
+    picks = {"tkernels auto": "full"}
+    entries = [
+        entry("decode_step", f"batch {b}", peer, 900.0 * b, picks=picks) for b in (1, 8) for peer in ("tkernels auto", "tkernels eager")
+    ]
+    results(tree / "bench" / "results" / "modes.json", "2026-11-30T10:00:00", *entries)
+    report.write(tree)
+    assert report.stale(tree) == []
+    assert (tree / "docs" / "img" / "modes_nvidia_h200.svg").stat().st_size > 1000
+
+
+def test_compare_finds_what_became_slower(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = results(
+        tree / "a.json", "2026-11-30T10:00:00", *(entry("norm", c, "tkernels", us) for c, us in (("x", 1.0), ("y", 2.0), ("z", 3.0)))
+    )
+    new = results(
+        tree / "b.json",
+        "2026-12-01T10:00:00",
+        *(entry("norm", c, "tkernels", us) for c, us in (("x", 1.2), ("y", 1.0), ("z", 3.01), ("w", 1))),
+    )
+    assert report.main(["compare", str(old), str(new)]) == 1
+    text = capsys.readouterr()
+    assert text.out.index("| norm | x | tkernels | 1 | 1.2 | 1.200 | slower |") < text.out.index(
+        "| norm | z | tkernels | 3 | 3.01 | 1.003 |  |"
+    )
+    assert "| norm | y | tkernels | 2 | 1 | 0.500 | faster |" in text.out and "| w |" not in text.out
+    assert "1 of our benchmarks became more than 5% slower" in text.err
+    assert report.main(["compare", str(old), str(old)]) == 0
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"x.json: expected a file of pytest-benchmark \(--benchmark-json\), got keys rows"):
+        report.load(path)
