@@ -26,6 +26,7 @@ from rich.text import Text
 from runtime.answer import Completion, Event
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.engine import Engine
+from runtime.parallel import is_follower, leave
 from runtime.request import SamplingParams
 
 _EXAMPLES = """\
@@ -85,7 +86,11 @@ def _run(argv: list[str], errors: Console) -> int:
     if not out.is_terminal:
         out.width = 160  # what a file or pipe gets shall not be folded to 80 columns
     commands = {"generate": _generate, "plan": _plan, "explain": _explain}
-    return commands[arguments.command](arguments, config, out, errors)
+    if is_follower():  # rank 0 speaks for all; what goes wrong still comes from whoever it happens to
+        out = errors = Console(quiet=True)
+    code = commands[arguments.command](arguments, config, out, errors)
+    leave()
+    return code
 
 
 def _make_parser() -> _Parser:

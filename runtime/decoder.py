@@ -84,9 +84,13 @@ class Attention(nn.Module):
         self.register_buffer("v_cache", None, persistent=False)
 
     def forward(self, residual: torch.Tensor, norm: Norm, rotation: Rotation, step: Step) -> torch.Tensor:
+        return self.o_proj(self.context(residual, norm, rotation, step), residual=residual)
+
+    def context(self, x: torch.Tensor, norm: Norm | None, rotation: Rotation, step: Step) -> torch.Tensor:
+        """[tokens, heads · head_dim]: what the output projection takes. norm: applied to x first, unless it was."""
         if self.k_cache is None or self.v_cache is None:
             raise RuntimeError("the model has no KV cache: call model.bind_cache(allocate_cache(model.spec, ...)) first")
-        qkv = self.qkv_proj(residual, norm).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
+        qkv = self.qkv_proj(x, norm).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
         q, k, v = qkv.split(self.heads, 1)
         q = tkernels.rope_and_cache(
             q,
@@ -115,7 +119,7 @@ class Attention(nn.Module):
             window=self.window,
             out=out,
         )
-        return self.o_proj(out.flatten(1), residual=residual)
+        return out.flatten(1)
 
 
 class MLP(nn.Module):

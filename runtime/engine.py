@@ -24,6 +24,7 @@ from runtime.config import ConfigError, RuntimeConfig
 from runtime.dispatch import Decision
 from runtime.loading import Loaded, load
 from runtime.model import CausalLM
+from runtime.parallel import join
 from runtime.policy import CheapestPerToken, fill_budget
 from runtime.request import Request, RequestError, SamplingParams
 from runtime.runner import Launched, Runner
@@ -54,12 +55,13 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         self.config = RuntimeConfig.load({} if config is None else config)
-        if self.config.parallel.tensor != 1:
-            raise ConfigError(f"parallel.tensor: this engine runs on one device, got {self.config.parallel.tensor}")
+        parallel = join(self.config)
+        if isinstance(model, CausalLM) and parallel != getattr(model, "parallel", None):
+            raise ConfigError(f"parallel.tensor: the model given was not made for these {self.config.parallel.tensor} ranks")
         self.model, self.tokenizer, self._eos = (
             Loaded(model, None, frozenset())
             if isinstance(model, CausalLM)
-            else load(model or self.config.model.path, self.config.model, report)
+            else load(model or self.config.model.path, self.config.model, report, parallel)
         )
         self.tokenizer = tokenizer or self.tokenizer
         limits, longest = self.config.scheduler, self.model.spec.max_positions

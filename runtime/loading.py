@@ -11,6 +11,7 @@ import torch
 from runtime.checkpoint import CheckpointError, read_json
 from runtime.config import ConfigError, ModelConfig
 from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.parallel import TensorParallel
 from runtime.text import Tokenizer
 from runtime.weights import find_packaged_gguf, prepare
 
@@ -23,11 +24,11 @@ class Loaded(NamedTuple):
     eos_tokens: frozenset[int]
 
 
-def load(path: str | Path, config: ModelConfig, report: Callable[[str], None]) -> Loaded:
+def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], parallel: TensorParallel | None = None) -> Loaded:
     """Load a Hugging Face folder, a ``.gguf`` file (converted once into the cache), or ``package:NAME``.
 
-    The last is the GGUF file that an installed Python package brings. Raises ConfigError or CheckpointError before anything big is
-    read where that is possible.
+    The last is the GGUF file that an installed Python package brings. parallel: load this rank's share.
+    Raises ConfigError or CheckpointError before anything big is read where that is possible.
     """
     try:
         resolve_dtype(config.dtype, torch.float32, resolve_device(config.device))
@@ -35,7 +36,7 @@ def load(path: str | Path, config: ModelConfig, report: Callable[[str], None]) -
         raise ConfigError(f"model.{error}") from error  # under the names that the configuration has for them
     folder = _locate(path, report)
     report(f"loading {folder}")
-    model = load_model(folder, config.dtype, config.device)
+    model = load_model(folder, config.dtype, config.device, parallel)
     tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").is_file() else None
     return Loaded(model, tokenizer, _eos_tokens(folder))
 

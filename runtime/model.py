@@ -15,6 +15,7 @@ import torch
 
 from runtime.checkpoint import CheckpointError
 from runtime.decoder import CausalLM
+from runtime.parallel import ParallelCausalLM, TensorParallel
 from runtime.rotary import SpecError
 from runtime.spec import ModelSpec
 from runtime.weights import open_checkpoint
@@ -90,10 +91,13 @@ def _check_device_has(dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"dtype: fp8_e4m3 needs an sm_89 or newer GPU, this one ({device}) is {target.arch}; use bfloat16 or float16")
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto") -> CausalLM:
+def load_model(
+    path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", parallel: TensorParallel | None = None
+) -> CausalLM:
     """Load a Hugging Face folder or a GGUF file.
 
     dtype: "auto" (the checkpoint's, fp32 on the CPU), "float32", "float16" or "bfloat16", or the torch dtype.
+    parallel: load this rank's share only.
     Raises CheckpointError (file and tensor named), SpecError (config key named), or ValueError for dtype and device.
     """
     checkpoint = open_checkpoint(path)
@@ -107,14 +111,15 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
         stored = kinds.pop() if len(kinds) == 1 else torch.float32
     where = resolve_device(device)
     spec = dataclasses.replace(spec, dtype=resolve_dtype(dtype, stored, where))
-    model = CausalLM(spec, where)
+    model = _make(spec, where, parallel)
     views = model.hf_state_dict()
-    for name, view in views.items():  # all shapes before the first read: a wrong checkpoint fails at once
+    shapes = {name: tuple(view.shape) for name, view in (views if parallel is None else _make(spec, "meta").hf_state_dict()).items()}
+    for name, shape in shapes.items():  # all shapes before the first read: a wrong checkpoint fails at once
         if name not in checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing; the config asks for it")
         info = checkpoint.tensors[name]
-        if info.shape != tuple(view.shape):
-            raise CheckpointError(f"{info.file}: tensor {name}: expected {list(view.shape)} from the config, got {list(info.shape)}")
+        if info.shape != shape:
+            raise CheckpointError(f"{info.file}: tensor {name}: expected {list(shape)} from the config, got {list(info.shape)}")
         if info.dtype not in _STORED:
             raise CheckpointError(
                 f"{info.file}: tensor {name}: expected one of {', '.join(_STORED)}, got {info.dtype}; quantised weights do not load"
@@ -125,30 +130,40 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
     if unread:
         raise CheckpointError(f"{checkpoint.path}: tensor {unread[0]} has no place in the model of the config ({len(unread)} such)")
     for name, view in views.items():
-        view.copy_(checkpoint.get(name))
+        full = checkpoint.get(name)
+        view.copy_(full if parallel is None else parallel.cut(name, full, spec))
     return model
 
 
+def _make(spec: ModelSpec, device: torch.device | str, parallel: TensorParallel | None = None) -> CausalLM:
+    return CausalLM(spec, device) if parallel is None else ParallelCausalLM(spec, parallel, device)
+
+
 def random_model(
-    config: Mapping[str, Any] | ModelSpec, seed: int = 0, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
+    config: Mapping[str, Any] | ModelSpec,
+    seed: int = 0,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    parallel: TensorParallel | None = None,
 ) -> CausalLM:
     """A model of ``config`` (Hugging Face keys) with seeded random weights, scaled so that signals keep their size.
 
     Matrices are normal with deviation inputs^-½, norms about 1, biases about 0, both with deviation 0.1. Drawn in fp32 on the
     device and rounded, so one seed gives the same weights in every dtype on one kind of device.
-    ``model.hf_state_dict()`` gives them to transformers.
+    ``model.hf_state_dict()`` gives them to transformers. parallel: this rank's share of the same weights.
     """
     where = resolve_device(device)
     spec = config if isinstance(config, ModelSpec) else ModelSpec.from_config(config)
     spec = dataclasses.replace(spec, dtype=resolve_dtype(dtype, spec.dtype, where))
-    model = CausalLM(spec, where)
+    model = _make(spec, where, parallel)
+    shapes = (model if parallel is None else _make(spec, "meta")).hf_state_dict()
     generator = torch.Generator(where).manual_seed(seed)
     for name, view in model.hf_state_dict().items():
-        noise = torch.randn(view.shape, dtype=torch.float32, device=where, generator=generator)
-        if view.dim() == 1:
-            view.copy_(1 + 0.1 * noise if "norm" in name else 0.1 * noise)
-        else:
-            view.copy_(noise * view.shape[1] ** -0.5)
+        noise = torch.randn(shapes[name].shape, dtype=torch.float32, device=where, generator=generator)
+        full = noise * noise.shape[1] ** -0.5 if noise.dim() > 1 else 0.1 * noise
+        if "norm" in name:
+            full = 1 + full
+        view.copy_(full if parallel is None else parallel.cut(name, full, spec))
     return model
 
 

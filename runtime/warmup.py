@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime import ranks
 from runtime.binding import Call
 from runtime.contract import Inputs, kept
 from runtime.dispatch import Candidates, Dispatcher, regret
@@ -84,7 +85,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
                 key.dropped[mode, size] = full
                 continue
             try:
-                grown = steps.capture(key, mode, size).step.nbytes
+                grown = int(ranks.largest(steps.capture(key, mode, size).step.nbytes))
             except torch.OutOfMemoryError as error:
                 full = f"out of memory while capturing {what}"
                 steps.remark(f"{full}; it and what came after were dropped: {str(error).splitlines()[0]}")
