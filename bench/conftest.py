@@ -28,7 +28,8 @@ _measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]] 
 
 def _case_of(item: pytest.Item) -> tuple[Any, ...]:
     """What the peers of one table row have in common: the test function and its parameters but the peer."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec is not None else {}
     return (str(item.path), getattr(item, "originalname", item.name), *(str(value) for key, value in params.items() if key != "peer"))
 
 

@@ -24,7 +24,7 @@ _PACKAGES = {LIGER: "liger-kernel", FLASHINFER: "flashinfer-python"}
 @functools.cache
 def versions() -> dict[str, str]:
     """Peer → its version, or "absent: why"."""
-    found = {EAGER: torch.__version__, INDUCTOR: torch.__version__}
+    found = {EAGER: str(torch.__version__), INDUCTOR: str(torch.__version__)}
     for peer, package in _PACKAGES.items():
         try:
             found[peer] = importlib.metadata.version(package)

@@ -22,15 +22,17 @@ _LIBRARY = torch.library.Library("tkernels", "DEF")
 _reference_wanted = False  # read at each call on the CPU under the interpreter, nowhere else
 
 
-def define(schema: str, *, kernel: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    schema: str, *, kernel: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+) -> Any:
     """Register ``schema`` (without the namespace) and return its ``OpOverload``.
 
     kernel: launches Triton; also run on the CPU under the interpreter.
     reference: plain PyTorch with the same arguments and the same output strides; what the CPU runs otherwise.
-    fake: shapes, dtypes and strides only.
+    fake: shapes, dtypes and strides only. tags: what a compiler must know, e.g. that strides must stay as traced.
     """
     name = schema.split("(", 1)[0].strip()
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=tags)
     _LIBRARY.impl(name, kernel, "CUDA")
     _LIBRARY.impl(name, _switched(kernel, reference) if INTERPRETED else reference, "CPU")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)

@@ -137,6 +137,7 @@ _padded_attention_op = define(
     kernel=_attend,
     reference=padded_attention_ref,
     fake=lambda q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    tags=(torch.Tag.needs_exact_strides,),  # the block table was computed from k's
 )
 
 
