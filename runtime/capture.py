@@ -207,7 +207,7 @@ class _Capture:
             return op(*args, **kwargs)
         self.end()
         with _disable_current_modes():
-            self.observe(str(op), op, args, kwargs, None, kind="split")
+            self.observe(_short(op), op, args, kwargs, None, kind="split")
         output = op(*args, **kwargs)
         inputs = {_base(t) for t in _tensors((args, kwargs))}
         new = [(i, t) for i, t in enumerate(_tensors(output)) if _base(t) not in inputs and t.numel()]
@@ -224,13 +224,13 @@ class _Capture:
         segment = len(self.segments)
         self.segments.append(call)
         for _, t in new:
-            self.origins[_base(t)] = _Origin("splitting op", f"{op} (copied)", segment)
+            self.origins[_base(t)] = _Origin("splitting op", f"{_short(op)} (copied)", segment)
         for t in written_arguments(op, args, kwargs):
             self._wrote(t)
             origin = self.origins.get(_base(t))
             if origin and origin.owner in ("piece", "splitting op"):
-                made = origin.producer.split("; ")[-1]
-                self.origins[_base(t)] = _Origin("splitting op", f"{op}; {made}", segment)
+                made = origin.producer.split("memory of ")[-1]
+                self.origins[_base(t)] = _Origin("splitting op", f"{_short(op)}; memory of {made}", segment)
         self.begin()
         return output
 
@@ -267,7 +267,7 @@ class _Capture:
             if origin.segment != segment:
                 key = (segment, t.data_ptr() if origin.owner == "caller" else _base(t))
                 if key not in self.addresses or kind == "split":
-                    label = path if kind == "split" else f"{name.removeprefix('aten.')} {path}"
+                    label = path if kind == "split" else f"{name} {path}"
                     key = key if kind == "graph" else (segment, len(self.addresses))
                     self.addresses[key] = Address(
                         segment, name if kind == "split" else kind, label, origin.owner, origin.producer, t.data_ptr()
@@ -331,8 +331,13 @@ class _Cutter(TorchDispatchMode):
         output = func(*args, **kwargs)
         if not self.capture.inside_piece:  # of a compiled piece only some ops pass here; it is observed as a whole
             with _disable_current_modes():
-                self.capture.observe(str(func), func, args, kwargs, output)
+                self.capture.observe(_short(func), func, args, kwargs, output)
         return output
+
+
+def _short(op: Any) -> str:
+    """``addmm`` for ``aten::addmm.default``, ``toy::mix`` for others."""
+    return str(op._schema.name).removeprefix("aten::") if hasattr(op, "_schema") else str(op)
 
 
 def _base(t: torch.Tensor) -> int:
