@@ -155,16 +155,28 @@ class Steps:
         return calls or [call for call in [representative(max_tokens)] if call is not None]
 
     def _compiled(self, example: Call) -> Callable[..., Any]:
-        """The callable to capture: the module itself, or what runtime/backend.py makes of it."""
+        """The callable to capture: the module itself, or what runtime/backend.py makes of it.
+
+        split = "fx" cuts the traced graph and compiles the pieces. "capture" compiles it whole, if at all, and leaves the cutting to
+        the capture. "auto" is fx where there is something to compile and it can be traced, else capture.
+        """
         compile = self.config.compile
         if compile.backend == "eager" and compile.split != "fx":
             return self.module
-        from runtime.backend import compile_callable
+        from runtime.backend import TraceError, compile_callable
 
         tensors = {n: t.to(self.device) for n, t in example.tensors.items()}
         args, kwargs = self.binding.build(tensors, example.host)
         dynamic = {name: {axis: str(dim) for axis, dim in dims.items()} for name, dims in self.binding.dims.items() if name in tensors}
-        compiled = compile_callable(self.module, args, kwargs, compile, dynamic)
+        if compile.split == "capture":
+            compile = compile.model_copy(update={"splitting_ops": []})
+        try:
+            compiled = compile_callable(self.module, args, kwargs, compile, dynamic)
+        except TraceError as error:
+            if compile.split != "auto":
+                raise
+            self.remark(f"not compiled, the module runs as it is and is cut while capturing: {error}")
+            return self.module
         for note in compiled.report.notes:
             self.remark(note)
         return compiled
