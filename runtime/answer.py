@@ -42,8 +42,8 @@ class Answer:
     request: Request
     stream: TextStream | None
     index: int = 0
-    text: str = ""
     events: deque[Event] = field(default_factory=deque)
+    text: str = ""
     finished: bool = False
 
     def push(self, token: int) -> str:

@@ -10,12 +10,13 @@ thread; several streams of that thread may run interleaved.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from runtime.answer import Answer, Completion, Event
 from runtime.blocks import BlockManager
@@ -88,7 +89,7 @@ class Engine:
     # -- whole answers --------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
     ) -> list[Completion]:
         """Answers to all prompts, in their order, computed together.
 
@@ -99,49 +100,53 @@ class Engine:
         """
         answers = self._submit_all(prompts, params, chat, on_error)
         try:
-            while any(isinstance(answer, Answer) and not answer.finished for answer in answers):
-                self.step()
+            for answer in answers:
+                while isinstance(answer, Answer) and not answer.finished:
+                    self.step()
         finally:
             self._drop(answers)
         return [answer.completion() if isinstance(answer, Answer) else Completion.refused(answer) for answer in answers]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
     ) -> Iterator[Event]:
         """The same answers as ``generate``, as they grow. Leaving the loop early ends the requests."""
-        answers = self._submit_all(prompts, params, chat, on_error)  # at the call, not at the first item: errors come here
-        return self._events(answers)
+        events: deque[Event] = deque()
+        answers = self._submit_all(prompts, params, chat, on_error, events)  # at the call, not at the first item: errors come here
+        return self._take(answers, events)
 
-    def _events(self, answers: list[Answer | RequestError]) -> Iterator[Event]:
+    def _take(self, answers: list[Answer | RequestError], events: deque[Event]) -> Iterator[Event]:
         try:
             for index, answer in enumerate(answers):
                 if isinstance(answer, RequestError):
                     yield Event(index, "", [], "error", str(answer))
-            open_answers = [answer for answer in answers if isinstance(answer, Answer)]
-            while open_answers:
-                if not any(answer.events for answer in open_answers):
+            unfinished = sum(isinstance(answer, Answer) for answer in answers)
+            while unfinished:
+                while not events:
                     self.step()
-                for answer in open_answers:
-                    while answer.events:
-                        yield answer.events.popleft()
-                open_answers = [answer for answer in open_answers if answer.events or not answer.finished]
+                event = events.popleft()
+                unfinished -= event.finish_reason is not None
+                yield event
         finally:
             self._drop(answers)
 
-    def _submit_all(self, prompts: Prompt | Sequence[Prompt], params: Params, chat: bool, on_error: str) -> list[Answer | RequestError]:
+    def _submit_all(
+        self, prompts: Prompt | Iterable[Prompt], params: Params, chat: bool, on_error: str, events: deque[Event] | None = None
+    ) -> list[Answer | RequestError]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [cast(Prompt, prompts)]  # one prompt alone
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if given and _is_token(given[0]):
+            given = [given]  # one prompt alone
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        elif len(params) != len(prompts):
-            raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(prompts)}), got {len(params)}")
+            params = [params or SamplingParams()] * len(given)
+        elif len(params) != len(given):
+            raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(given)}), got {len(params)}")
         answers: list[Answer | RequestError] = []
         try:
-            for index, (prompt, each) in enumerate(zip(cast(Sequence[Prompt], prompts), params, strict=True)):
+            for index, (prompt, each) in enumerate(zip(given, params, strict=True)):
                 try:
-                    answers.append(self.submit(prompt, each, chat=chat, index=index))
+                    answers.append(self.submit(prompt, each, chat=chat, index=index, events=events))
                 except RequestError as error:
                     refused = RequestError(f"prompt {index}: {error}")
                     if on_error == "raise":
@@ -162,9 +167,20 @@ class Engine:
     # -- one request, one step ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = False, salt: bytes = b"", index: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        salt: bytes = b"",
+        index: int = 0,
+        events: deque[Event] | None = None,
     ) -> Answer:
-        """Queue one request. salt: only requests of equal salt share pages of the prefix cache. Raises RequestError."""
+        """Queue one request; ``step`` then makes it grow. Raises RequestError.
+
+        salt: only requests of equal salt share pages of the prefix cache. index, events: what its events are numbered with, and
+        where they go (default: a queue of its own).
+        """
         tokens = self._tokens(prompt, chat)
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
@@ -173,7 +189,7 @@ class Engine:
         self.scheduler.add(request)
         self._submitted += 1
         stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-        answer = self._answers[request.number] = Answer(request, stream, index)
+        answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events)
         return answer
 
     def abort(self, answer: Answer) -> None:
@@ -244,17 +260,19 @@ class Engine:
                 prompt = self.tokenizer.chat(prompt) if chat else self.tokenizer.encode(prompt)
             except TextError as error:
                 raise RequestError(str(error)) from error
+        elif not isinstance(prompt, Iterable):
+            raise RequestError(f"expected a text or token ids, got {prompt!r}")
         elif chat:
             raise RequestError("chat takes texts, got token ids")
         vocab = self.model.spec.vocab
         tokens = []
         for position, token in enumerate(prompt):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
+            if not _is_token(token):
                 raise RequestError(f"prompt[{position}]: expected a token id, got {token!r}")
-            token = token.__index__()
-            if not 0 <= token < vocab:
-                raise RequestError(f"prompt[{position}]: expected a token id from 0 to {vocab - 1}, got {token}")
-            tokens.append(token)
+            number = int(token)
+            if not 0 <= number < vocab:
+                raise RequestError(f"prompt[{position}]: expected a token id from 0 to {vocab - 1}, got {number}")
+            tokens.append(number)
         return tokens
 
     def explain(self, decodes: int, chunk: int = 0) -> Decision:
@@ -276,3 +294,14 @@ class Engine:
             "evicted_pages": self.scheduler.blocks.evictions,
             "modes": self.runner.steps.stats(),
         }
+
+
+def _is_token(value: Any) -> bool:
+    """Integers of every kind: Python's, numpy's, one-element tensors; no truth values."""
+    if isinstance(value, (bool, str)) or getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

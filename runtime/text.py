@@ -45,6 +45,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; ``special`` adds what the tokenizer puts around a text, such as a begin-of-sequence token."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"the text is not valid Unicode: {error.reason} at position {error.start}") from error
         return self._fast.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -74,6 +75,11 @@ def test_one_prompt_need_not_be_in_a_list(device: torch.device) -> None:
     assert engine.generate("ab", params) == engine.generate(["ab"], params)
     assert engine.generate([1, 2], params) == engine.generate([[1, 2]], params)
     assert engine.generate([]) == []
+    same = engine.generate([[1, 2], [3, 4]], params)
+    assert engine.generate(np.array([[1, 2], [3, 4]]), params) == same
+    assert engine.generate(torch.tensor([[1, 2], [3, 4]]), params) == same
+    assert engine.generate(np.array([1, 2]), params) == engine.generate(torch.tensor([1, 2]), params) == same[:1]
+    assert engine.generate((prompt for prompt in ([1, 2], [3, 4])), params) == same
 
 
 def test_streamed_events_add_up_to_the_completion(device: torch.device) -> None:
@@ -193,6 +199,8 @@ def test_chat_uses_the_template(device: torch.device) -> None:
         ([1, "a"], r"prompt\[1\]: expected a token id, got 'a'"),
         ([1.5], r"prompt\[0\]: expected a token id, got 1.5"),
         ([True], r"prompt\[0\]: expected a token id, got True"),
+        ("a\ud800", "the text is not valid Unicode: surrogates not allowed at position 1"),
+        (None, "expected a text or token ids, got None"),
         (list(range(300)), r"300 tokens and needs 38 pages of 8; the cache has 32 \(cache.num_pages = 33"),
     ],
 )
