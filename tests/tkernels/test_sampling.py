@@ -137,6 +137,9 @@ def test_b128_steps_and_seeds_draw_anew(device: torch.device) -> None:
     flat = torch.zeros(40, 1000, device=device)
     by_step = tkernels.sample(*_arguments(flat, step=torch.arange(40)))
     by_seed = tkernels.sample(*_arguments(flat, seed=torch.arange(40) << 32))
+    far_steps = _arguments(flat[:8], step=torch.arange(8) << 32)  # the step's high word counts too
+    assert len(set(tkernels.sample(*far_steps).tolist())) > 4
+    assert torch.equal(tkernels.sample(*far_steps), sample_ref(*far_steps))
     assert len(set(by_step.tolist())) > 30
     assert len(set(by_seed.tolist())) > 30
     assert by_step.tolist()[1:] != by_seed.tolist()[1:]
