@@ -95,6 +95,7 @@ class Runner:
         self.page_size = config.cache.page_size
         self.max_num_seqs, self.max_batch_tokens = config.scheduler.max_num_seqs, config.scheduler.max_batch_tokens
         self.module = StepModule(model, self.max_num_seqs)
+        self._range = np.arange(self.max_num_seqs + 1)
         self.num_pages = self._choose_num_pages(max_context)
         self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
         model.bind_cache(self._caches)
@@ -231,9 +232,15 @@ class Runner:
 
     def _arrays(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, **others: np.ndarray) -> dict[str, Any]:
         """Positions, slots and lengths follow from where each chunk starts, how long it is, and its pages."""
-        ends = np.cumsum(counts)
-        row = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(ends[-1]) - (ends - counts - starts)[row]
+        seqs, size = len(counts), len(others["input_ids"])
+        if seqs == size:  # one token each, which most steps are: nothing to spread
+            row, offsets, positions, widest = self._range[:seqs], self._range[: seqs + 1], starts, 1
+        else:
+            offsets = np.zeros(seqs + 1, np.int64)
+            np.cumsum(counts, out=offsets[1:])
+            row = np.repeat(self._range[:seqs], counts)
+            positions = np.arange(size) - (offsets[:-1] - starts)[row]
+            widest = int(counts.max())
         # Token by token, not page by page: a chunk may begin anywhere in a page (B076).
         slots = table[row, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
         arrays = {
@@ -242,11 +249,11 @@ class Runner:
             "slot_mapping": slots,
             "block_table": table,
             "seq_lens": (starts + counts).astype(np.int32),
-            "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
-            "logits_rows": ends - 1,
+            "cu_seqlens_q": offsets.astype(np.int32),
+            "logits_rows": offsets[1:] - 1,
         }
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**tensors, "max_query_len": self.bound(int(counts.max()))}
+        return {**tensors, "max_query_len": self.bound(widest)}
 
     def _fill_row(self, request: Request) -> None:
         """Bring the request's row up to date. A new list of pages means a new admission: fill it from the start."""
