@@ -24,7 +24,7 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m runtime generate --config configs/demo.toml --chat \
+	$(BIN)/python -m runtime generate --config configs/demo.toml --chat --max-tokens 64 \
 	  "What is the capital of France?" \
 	  "Write one sentence about the sea." \
 	  "How many legs does a spider have?" \
