@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -184,13 +185,19 @@ class CudaGraph:
             self._graph = None
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: the math libraries keep a workspace (32 MiB and more on Hopper) for each stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class CudaPool:
-    """One memory pool and one capture stream for all graphs of a module."""
+    """One memory pool for all graphs of a module, captured on the device's one capture stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.handle = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = _capture_stream(self.device)
         self._ranges: list[tuple[int, int]] = []
 
     def graph(self) -> CudaGraph:

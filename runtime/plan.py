@@ -29,6 +29,9 @@ class Plan:
     rows: list[PlanRow] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     capture_seconds: float = 0.0
+    """Compilation, captures and proofs."""
+    graph_seconds: float = 0.0
+    """The captures alone: recording and instantiating graphs."""
     measure_seconds: float = 0.0
     graph_bytes: int = 0
     arena_bytes: int = 0

@@ -6,6 +6,7 @@ A ``KeySteps`` owns the arena of its inputs, the callable that is captured, the 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ class Steps:
         self.persistent = Persistent(module)
         self.keys: dict[tuple[Any, ...], KeySteps] = {}
         self.remarks: list[str] = []
+        self.graph_seconds = 0.0
         self.replays = 0
         """How often any graph of the pool has run. Graphs share memory, so each replay may overwrite the outputs of all others."""
         self.traffic: Mapping[int, float] = default_histogram(config.graph.max_tokens)
@@ -198,6 +200,7 @@ class Steps:
         sets = self.inputs(key, size)
         views = sets[0].load(key.arena)
         key.call(views)  # once uncaptured on this stream: library handles, lazy compilation and workspaces come now
+        start = time.perf_counter()
         step = capture_step(
             self.pool,
             key.call,
@@ -208,6 +211,7 @@ class Steps:
             callers={**views, **key.static},
             persistent=self.persistent.tensors(),
         )
+        self.graph_seconds += time.perf_counter() - start
         step.written |= {name: key.static[name] for name in step.mutated if name in key.static}
         step.mutated -= frozenset(key.static)
         try:

@@ -200,6 +200,7 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
             eager, piecewise, full = (ms.get((key.text, mode, size)) for mode in ("eager", "piecewise", "full"))
             plan.rows.append(PlanRow(key.text, size, eager, piecewise, full, shown, nbytes))
     plan.capture_seconds, plan.measure_seconds = capture_s, measure_s
+    plan.graph_seconds = steps.graph_seconds
     plan.graph_bytes = steps.pool.nbytes()
     plan.arena_bytes = sum(key.arena.nbytes for key in steps.keys.values())
     return plan
