@@ -13,13 +13,14 @@ from hf_models import CONFIGS, batch, tiny
 from torch import nn
 
 from tkernels._op import reference_ops
-from tkernels.hf import ATTENTION, patch
+from tkernels.hf import ATTENTION, attention, forwards, patch
 from tkernels.hf.attention import DenseAttentionWarning
 
 
 @pytest.fixture(autouse=True)
-def _ops():
+def _ops(monkeypatch: pytest.MonkeyPatch):
     """Whole models: on the CPU the references, since the interpreter is slow; the kernels have their own tests."""
+    monkeypatch.setattr(forwards, "HOST_BOUND", 0)  # tiny models would run torch's operators in place of ours
     warnings.simplefilter("error", DenseAttentionWarning)  # the kernel path must be taken, except where a test says otherwise
     with reference_ops(), torch.no_grad():
         yield
@@ -40,6 +41,42 @@ def test_logits_of_padded_batches(device: torch.device, name: str, side: str) ->
     torch.testing.assert_close(after[live], before[live], rtol=2e-5, atol=2e-5 * float(before.std()))
     assert report.dense_attention_calls == 0
     assert not report.left
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_of_few_tokens_run_torchs_fused_operators(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host-bound steps: equal logits, prompt and decode, without a mask and without padding."""
+    monkeypatch.undo()
+    model, ids = tiny(name, device), batch(device)["input_ids"]
+    options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    before, plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options), _logits(model, input_ids=ids)
+    report = patch(model)
+    after = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(after.sequences, before.sequences)
+    torch.testing.assert_close(torch.stack(after.logits), torch.stack(before.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(model, input_ids=ids), plain, rtol=2e-5, atol=2e-5 * float(plain.std()))
+    assert report.dense_attention_calls == 0
+
+
+def test_one_query_over_every_key_takes_torchs_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its host time; with padding, a soft-cap or a shorter window the step stays with ours."""
+    calls: list[str] = []
+    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, attention.padded_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (calls.append("torch"), sdpa(*a, **k))[1])
+    monkeypatch.setattr(attention, "padded_attention", lambda *a, **k: (calls.append("ours"), ours(*a, **k))[1])
+    inputs = batch(device)
+    whole, padded = torch.ones_like(inputs["attention_mask"]), inputs["attention_mask"]
+    for name, mask, decode in (
+        ("llama", whole, "torch"),
+        ("llama", padded, "ours"),
+        ("gemma2", whole, "ours"),
+        ("mistral", whole, "torch"),
+    ):
+        model = tiny(name, device)
+        patch(model)
+        calls.clear()
+        model.generate(inputs["input_ids"], attention_mask=mask, max_new_tokens=2, do_sample=False)
+        assert calls == ["ours"] * 2 + [decode] * 2, name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -156,6 +193,7 @@ def test_patching_twice_is_reported(device: torch.device) -> None:
     model = tiny("qwen3", device)
     first, second = patch(model), patch(model)
     assert not second.replaced and {entry.why for entry in second.left} == {"already patched"}
+    assert {entry.kind for entry in second.left} == {"attention", "rope", "norm", "mlp", "linear"}
     second.undo()
     assert model.config._attn_implementation == ATTENTION
     first.undo()

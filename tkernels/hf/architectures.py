@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tkernels.hf import forwards
-from tkernels.nn import Linear, gemma_norm, llama_norm
+from tkernels.nn import gemma_norm
 
 Settings = Callable[[Any], dict[str, Any]]
 
@@ -97,7 +97,8 @@ def rules(model_type: str) -> dict[type, Rule]:
         ),
     )  # fmt: skip
     rotary_class = patched_class(rotary, forwards.rotary_forward(rotary))
-    norm_class = patched_class(norm, gemma_norm if architecture.gemma else llama_norm)
+    norm_class = patched_class(norm, gemma_norm if architecture.gemma else forwards.llama_norm_forward)
+    linear_class = patched_class(torch.nn.Linear, forwards.linear_forward)
     build_mlp = forwards.fused_mlp_forward if architecture.fused_mlp else forwards.mlp_forward
     mlp_classes = {name: patched_class(mlp, build_mlp(gate)) for name, gate in forwards.GATES.items()}
 
@@ -124,7 +125,7 @@ def rules(model_type: str) -> dict[type, Rule]:
         rotary: Rule("rope", "angles in fp32", lambda module: rotary_class, _accepts),
         norm: Rule("norm", "tkernels.rms_norm", lambda module: norm_class, _accepts),
         mlp: Rule("mlp", "gated activation in one kernel", lambda module: mlp_classes[activation_of(module) or ""], refuse_mlp),
-        torch.nn.Linear: Rule("linear", "tkernels.linear", lambda module: Linear, _accepts),
+        torch.nn.Linear: Rule("linear", "tkernels.linear under torch.compile", lambda module: linear_class, _accepts),
     }
 
 

@@ -27,7 +27,8 @@ def patch(
     """Replace what this package computes faster, in this model only, for inference.
 
     attention: attention over the model's own caches, dynamic and static, with padding, windows, soft-cap and sinks.
-    norm: RMSNorm. mlp: act(gate) · up. rope: QK-norm and rotation. linear: the projections, where few rows stream the weights.
+    norm: RMSNorm. mlp: act(gate) · up. rope: QK-norm and rotation. linear: the projections,
+        which under torch.compile stream their weights where that is faster than cuBLAS.
     Returns what was replaced, what was left and why; ``.undo()`` restores the model. A model of an unknown architecture is left alone.
     Raises TypeError if the model is not a transformers model, e.g. a wrapper around one.
     """
@@ -114,8 +115,10 @@ class _Plan:
         """A subclass of something we know: ours from an earlier patch, or someone's with arithmetic we do not know."""
         for base in kind.__mro__[1:]:
             rule = self.table.get(base)
-            if rule is not None and base is not torch.nn.Linear and self.wanted[rule.kind]:
+            if rule is not None and self.wanted[rule.kind]:
                 ours = "_tkernels_base" in kind.__dict__
+                if rule.kind == "linear" and not (ours and self._is_projection(name)):
+                    return  # quantised and adapted layers subclass it: theirs to compute
                 self.refused[rule.kind, "already patched" if ours else f"a {kind.__name__}, which may compute something else"].append(name)
                 return
 
