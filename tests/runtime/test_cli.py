@@ -97,7 +97,7 @@ def test_overrides_win_over_the_file(config: Path, capsys: pytest.CaptureFixture
 def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "explain", "--config", str(config), "--graph.mode", "piecewise", "1", "3+12", "addresses")
     assert code == 0, err
-    assert "piecewise at size 1, 0 padding rows" in out
+    assert re.search("piecewise at size [124], [013] padding rows", out), "whichever size measured cheapest"
     assert "eager at size 15" in out and "no captured size holds 15 tokens" in out
     for word in ("owner", "caller", "persistent", "splitting op", "slot_mapping", "k_cache", "0x", "yes"):
         assert word in out

@@ -39,8 +39,10 @@ def assert_same(device: torch.device, answers: list[Any]) -> None:
         )
 
 
-@pytest.mark.parametrize(("pool", "overlap"), [("plenty", True), ("scarce", True), ("scarce", False)])
-@pytest.mark.parametrize("mode", ["eager", "piecewise", "full"])
+@pytest.mark.parametrize(
+    ("mode", "pool", "overlap"),
+    [(mode, pool, True) for mode in ("eager", "piecewise", "full") for pool in ("plenty", "scarce")] + [("full", "scarce", False)],
+)
 def test_greedy_tokens_equal_transformers(device: torch.device, mode: str, pool: str, overlap: bool) -> None:
     sections = PLENTY if pool == "plenty" else SCARCE
     sections = {**sections, "scheduler": {**sections["scheduler"], "overlap": overlap}}
