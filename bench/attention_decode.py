@@ -22,10 +22,22 @@ from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.ref import paged_attention_ref
 
 ROWS = [(1, 1024), (1, 8192), (1, 131072), (8, 4096), (16, 1024), (32, 4096), (64, 2048), (128, 1024), (128, 8192), (256, 2048)]
-_SWEEP: dict[str, DecodeTiles] = {}
+_SWEEP = {
+    f"w{warps}p{programs}s{stages}": DecodeTiles(
+        block_n=64, programs_per_sm=programs, num_warps=warps, num_stages=stages, maxnreg=registers
+    )
+    for warps, programs, stages, registers in (
+        (4, 4, 2, 128),
+        (4, 3, 3, 168),
+        (4, 2, 3, None),
+        (4, 2, 4, None),
+        (8, 2, 3, 128),
+        (8, 2, 4, 128),
+    )
+}
 
 
-def ours(batch: Batch, tiles: DecodeTiles | None = None, decode: Any = decode, **keywords: Any) -> Any:
+def ours(batch: Batch, tiles: DecodeTiles | None = None, **keywords: Any) -> Any:
     """call(i) -> out: the launches of paged_attention for a decode bucket, without the op around them."""
     longest = int((batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).max())
     out = torch.full_like(batch.q, float("nan"))
@@ -82,7 +94,7 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
     batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
     calls = {"ours": ours(batch, **keywords)}
     for label, choice in (sweep or {}).items():
-        calls[label] = ours(batch, *choice, **keywords) if isinstance(choice, tuple) else ours(batch, choice, **keywords)
+        calls[label] = ours(batch, choice, **keywords)
     errors = {label: check(batch, call, **keywords) for label, call in calls.items()}
     if peer:
         calls |= sdpa(*peer, len(batch.tables))

@@ -22,7 +22,10 @@ from tkernels.attention.ref import paged_attention_ref
 
 ROWS = [(8, 1024), (4, 4096), (2, 8192), (1, 16384)]
 CHUNKS = [(2048, 16384), (512, 8192), (2048, 131072)]  # query tokens, keys
-_SWEEP: dict[str, PrefillTiles] = {}
+_SWEEP = {
+    f"{m}x{n}w8s{stages}": PrefillTiles(block_m=m, block_n=n, num_warps=8, num_stages=stages, maxnreg=registers)
+    for m, n, stages, registers in ((128, 64, 3, None), (128, 32, 2, 128), (128, 32, 3, 128), (128, 32, 4, 128), (128, 128, 2, None))
+}
 
 
 def ours(batch: Batch, tiles: PrefillTiles | None = None, with_decode: bool = False, **keywords: Any) -> Any:

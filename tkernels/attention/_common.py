@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tkernels._triton import INTERPRETED, tl, triton
+from tkernels._triton import INTERPRETED, dot, tl, triton
 
 LOG2_E = 1.4426950408889634
 FP8 = torch.float8_e4m3fn
@@ -22,12 +22,23 @@ def read(ptr):
 
     Inline assembly keeps the load out of the software pipeline: a ``tl.load`` that feeds the address of another becomes a stage of
     its own, with its own wait, and takes stages away from K and V. Page ids and lengths are in L1 after the first block.
+    The pipeline reads ahead without a predicate, past the end of its loop too: callers clamp the address, not only the use.
     """
     if _INTERPRETED:
         value = tl.load(ptr)
     else:
         value = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1)
     return value
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a @ b, accumulated in fp32. fp32 operands are multiplied as three tf32 products on the tensor cores: about the accuracy
+    of fp32, where exact fp32 products of this size would not fit the registers."""
+    if _INTERPRETED or a.dtype != tl.float32:
+        return dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -38,16 +49,16 @@ def token_slots(table_row, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.
     page is int64: page · stride passes 2**31 in a cache of a few GB. slot is int32, and where pages divide blocks it does not depend
     on ``start``, so that offsets inside a page leave the loop: 64-bit arithmetic for every token costs more than the softmax.
     """
-    if PAGE % BLOCK_N == 0:  # a block of keys lies in one page
-        index = tl.minimum(start, last) // PAGE
+    if PAGE % BLOCK_N == 0:  # a block of keys lies in one page: one id is read
+        page = read(table_row + tl.minimum(start, last) // PAGE) + tl.zeros([BLOCK_N], tl.int32)
         slot = start % PAGE + offs_n
     elif BLOCK_N % PAGE == 0:
-        index = tl.minimum(start + offs_n, last) // PAGE
+        page = read(table_row + tl.minimum(start + offs_n, last) // PAGE)
         slot = offs_n % PAGE
     else:
-        index = tl.minimum(start + offs_n, last) // PAGE
+        page = read(table_row + tl.minimum(start + offs_n, last) // PAGE)
         slot = (start + offs_n) % PAGE
-    return read(table_row + index).to(tl.int64), slot
+    return page.to(tl.int64), slot
 
 
 @triton.jit

@@ -23,7 +23,6 @@ class Inputs(NamedTuple):
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    block_table: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     scale: float
@@ -45,6 +44,8 @@ class Inputs(NamedTuple):
     compute: Any  # dtype of the matrix products
     normalise_q: bool
     same_strides: bool  # of k_cache and v_cache
+    table: torch.Tensor  # where page ids are read: block_table, or where it has no columns a tensor that can be read and is not used
+    stride_table: int
 
 
 def check_inputs(
@@ -126,10 +127,10 @@ def check_inputs(
     # fp8 is multiplied in fp16, which holds every e4m3 value exactly
     compute = _COMPUTE[torch.float16 if fp8 and q.dtype != torch.float32 else q.dtype]
     return Inputs(
-        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks,
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks,
         k_scale, v_scale, v_factor, _scale_stride("k_scale", k_scale, kv_heads), _scale_stride("v_scale", v_scale, kv_heads),
         heads, kv_heads, dim, page_size, num_seqs, block_table.shape[1] * page_size, compute, fp8 and q.dtype != torch.float32,
-        k_cache.stride() == v_cache.stride(),
+        k_cache.stride() == v_cache.stride(), *((block_table, block_table.stride(0)) if block_table.shape[1] else (seq_lens, 0)),
     )  # fmt: skip
 
 

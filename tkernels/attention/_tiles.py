@@ -20,7 +20,6 @@ class DecodeTiles:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None  # registers a thread, so that programs_per_sm fit
-    pdl: bool = False  # the combine is launched early and waits on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,10 @@ def decode_tiles(arch: str, dim: int, itemsize: int, rows: int) -> DecodeTiles:
     entry = _entry("decode" if rows <= 16 else "decode_multi", arch, dim, itemsize)
     if entry is not None:
         return DecodeTiles(**entry)
-    wide = dim * itemsize > 256
-    return DecodeTiles(block_n=32 if wide else 64, programs_per_sm=2, num_warps=4, num_stages=2)
+    # K and V of a block, once or twice in shared memory; blocks of 64 keys where they fit
+    return DecodeTiles(
+        block_n=64 if dim * itemsize <= 512 else 32, programs_per_sm=2 if dim * itemsize <= 512 else 1, num_warps=4, num_stages=2
+    )
 
 
 @functools.cache
@@ -64,6 +65,8 @@ def prefill_tiles(arch: str, dim: int, itemsize: int) -> PrefillTiles:
     entry = _entry("prefill", arch, dim, itemsize)
     if entry is not None:
         return PrefillTiles(**entry)
-    if itemsize == 4 or dim > 128:  # fp32 multiplies without tensor cores; large heads fill the registers
+    if dim * itemsize > 512:  # fp32 with large heads
+        return PrefillTiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    if dim * itemsize > 256:
         return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
     return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)

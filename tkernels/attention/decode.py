@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 
 from tkernels._target import target_of
-from tkernels._triton import cast, dot, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, merge_states, read, token_slots
+from tkernels._triton import cast, tl, triton
+from tkernels.attention._common import LOG2_E, cap_logits, finish, merge_states, product, read, token_slots
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import DecodeTiles, decode_tiles
 
@@ -44,7 +44,9 @@ def _plan(length, query_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.const
     if HAS_WINDOW:
         first = tl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = tl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
-    leaf = tl.where(query_len > 1, (blocks - 1) // LEAVES_MULTI, (blocks - 1) // LEAVES)  # rounded up to a power of two
+    leaf = tl.where(query_len > 1, (blocks - 1) // LEAVES_MULTI, (blocks - 1) // LEAVES)
+    leaf |= (blocks > 16).to(tl.int32)  # leaves of one block only where a short sequence alone needs all the programs
+    # rounded up to a power of two
     leaf |= leaf >> 1
     leaf |= leaf >> 2
     leaf |= leaf >> 4
@@ -64,12 +66,10 @@ def _decode_kernel(
     QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, RANGES: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr, PDL: tl.constexpr,
+    LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
     SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     rank = pid // (KV_HEADS * TILES)
     tile = pid % TILES
@@ -132,16 +132,25 @@ def _decode_kernel(
     m3 = m1
     l3 = l2
     acc3 = acc1
+    s = rank * 0  # the sequence at hand, and what _plan says of it
+    base = 0
+    first_row = 0
+    query_len = 0
+    length = 0
+    first_block = 0
+    share = 0
+    leaf = 1
+    row_end = 0
     for x in tl.range(x_begin, x_end, num_stages=STAGES):
-        # the sequence that holds block x, and the blocks before it
-        before = tl.sum(tl.where(ends <= x, counted, 0), 0)
-        s = (before >> 32).to(tl.int32)
-        base = (before & 0xFFFFFFFF).to(tl.int32)
-        first_row = read(cu_ptr + s)
-        query_len = read(cu_ptr + s + 1) - first_row
-        length = tl.minimum(tl.maximum(read(lens_ptr + s), 0), capacity)
-        first_block, share, leaf = _plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
-
+        if x >= row_end:  # the next sequence that has blocks: it holds block x, and this many blocks lie before it
+            before = tl.sum(tl.where(ends <= x, counted, 0), 0)
+            s = tl.minimum((before >> 32).to(tl.int32), num_seqs - 1)  # the pipeline asks for blocks past the last one
+            base = (before & 0xFFFFFFFF).to(tl.int32)
+            first_row = read(cu_ptr + s)
+            query_len = read(cu_ptr + s + 1) - first_row
+            length = tl.minimum(tl.maximum(read(lens_ptr + s), 0), capacity)
+            first_block, share, leaf = _plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
+            row_end = base + share
         rows = (first_row + token_m).to(tl.int64)
         mask_m = token_m < query_len
         start = (first_block + x - base) * BLOCK_N
@@ -169,7 +178,7 @@ def _decode_kernel(
             largest = tl.where(largest > 0.0, largest, 1.0)
             q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
             qk_scale = (largest * scale)[None, :]
-        logits = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * qk_scale
+        logits = product(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * qk_scale
         if HAS_SOFTCAP:
             logits = cap_logits(logits, softcap)
         visible = seen[:, None]
@@ -185,7 +194,7 @@ def _decode_kernel(
         a = tl.math.exp2(m1 - m_base)[None, :]
         m1 = m_new
         p1 = p1 * a + p
-        acc1 = dot(v, cast(p, COMPUTE), acc1 * a)
+        acc1 = product(v, cast(p, COMPUTE), acc1 * a)
 
         done = x - base + 1
         if ((done & (leaf - 1)) == 0) | (done == share):
@@ -212,7 +221,7 @@ def _decode_kernel(
                         else:
                             owner = s
                         leaf_index = tl.where(inside, branch_begin, done - 1) // leaf
-                        at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + leaf_index) * (TILES * BLOCK_M) + offs_m
+                        at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + leaf_index) * (QUERIES * GROUP) + offs_m
                         tl.store(state_ptr + at * 4, m3, mask=mask_m)
                         tl.store(state_ptr + at * 4 + 1, l3, mask=mask_m)
                         tl.store(state_ptr + at * 4 + 2, tl.where(inside, 1.0, 0.0) + m3 * 0.0, mask=mask_m)
@@ -255,15 +264,14 @@ def _combine_kernel(
     out_ptr, lse_ptr, cu_ptr, sinks_ptr, v_scale_ptr, part_ptr, state_ptr, cuts_ptr,
     v_factor, stride_vs_h, stride_ot, stride_oh, stride_lt, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLICE_D: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr,
-    LEAVES: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr,
+    LEAVES: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
 ):  # fmt: skip
     """One program per cut sequence, query head, query token and slice of the head dimension.
 
     Branches are folded side by side, as the rows of a tile; then the branches into the row. Missing leaves are empty states.
     """
     ROWS: tl.constexpr = QUERIES * GROUP
-    TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     SLICES: tl.constexpr = BLOCK_D // SLICE_D
     BRANCHES: tl.constexpr = LEAVES // BRANCH
     pid = tl.program_id(0)
@@ -272,17 +280,15 @@ def _combine_kernel(
     head = pid // (SLICES * ROWS) % KV_HEADS
     owner = pid // (SLICES * ROWS * KV_HEADS)
     offs_d = part * SLICE_D + tl.arange(0, SLICE_D)
-    slot = (owner * KV_HEADS + head).to(tl.int64) * LEAVES * (TILES * BLOCK_M) + m_row
+    slot = (owner * KV_HEADS + head).to(tl.int64) * LEAVES * ROWS + m_row
     branch = tl.arange(0, BRANCHES)
     if not BY_RANGE:
         s = owner
         first_row = tl.load(cu_ptr + s)
         query_len = tl.load(cu_ptr + s + 1) - first_row
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     # loaded before it is known whether they hold anything, to save a round trip to memory
     leaves = tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2)
-    at = slot + branch * (BRANCH * TILES * BLOCK_M)
+    at = slot + branch * (BRANCH * ROWS)
     whole = tl.load(state_ptr + at * 4 + 2) == 1.0  # the branch was folded already
     m_first = tl.load(state_ptr + at * 4)
     l_first = tl.load(state_ptr + at * 4 + 1)
@@ -299,7 +305,7 @@ def _combine_kernel(
             acc = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
             for j in tl.static_range(1, BRANCH):
                 live = (branch * BRANCH + j < leaves) & (whole == 0)
-                at = slot + (branch * BRANCH + j) * (TILES * BLOCK_M)
+                at = slot + (branch * BRANCH + j) * ROWS
                 mj = tl.load(state_ptr + at * 4, mask=live, other=float("-inf"))
                 lj = tl.load(state_ptr + at * 4 + 1, mask=live, other=0.0)
                 accj = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
@@ -334,6 +340,11 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
     """
     x = inputs
+    if x.num_seqs == 0:  # rows of no sequence
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
     target = target_of(out.device)
     group = x.heads // x.kv_heads
     if tiles is None:
@@ -345,35 +356,31 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (x.kv_heads * row_tiles))
     by_range = x.num_seqs > ranges
     owners = min(x.num_seqs, ranges)
-    slots = owners * x.kv_heads * _LEAVES * row_tiles * block_m
+    slots = owners * x.kv_heads * _LEAVES * rows
     parts = torch.empty((slots, block_d), dtype=torch.float32, device=out.device)
     states = torch.empty((slots, 4), dtype=torch.float32, device=out.device)
     cuts = torch.empty((owners * x.kv_heads, 2), dtype=torch.int32, device=out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
-    pdl = target.has_pdl and tiles.pdl
     shared = dict(
-        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, QUERIES=queries, BLOCK_M=block_m,
+        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, QUERIES=queries,
         HAS_SINKS=x.sinks is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
-        LEAVES=_LEAVES, BRANCH=_BRANCH, BY_RANGE=by_range, PDL=pdl,
+        LEAVES=_LEAVES, BRANCH=_BRANCH, BY_RANGE=by_range,
     )  # fmt: skip
-    # an empty sequence reads one page id, unused; where the table has none to read, a length stands in
-    table, stride_bt = (x.block_table, x.block_table.stride(0)) if x.capacity else (x.seq_lens, 0)
     _decode_kernel[(ranges * x.kv_heads * row_tiles,)](
-        x.q, x.k_cache, x.v_cache, out, lse, table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
+        x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         parts, states, cuts,
         x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride,
-        stride_bt, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
-        PAGE=x.page_size, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
+        PAGE=x.page_size, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES_MULTI=_LEAVES_MULTI,
         SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,
     )  # fmt: skip
-    if owners:
-        slice_d = min(64, block_d)
-        _combine_kernel[(owners * x.kv_heads * rows * (block_d // slice_d),)](
-            out, lse, x.cu_seqlens_q, x.sinks, x.v_scale, parts, states, cuts,
-            x.v_factor, x.v_scale_stride, out.stride(0), out.stride(1), stride_lt, stride_lh,
-            SLICE_D=slice_d, num_warps=1, **({"launch_pdl": True} if pdl else {}), **shared,
-        )  # fmt: skip
+    slice_d = min(64, block_d)
+    _combine_kernel[(owners * x.kv_heads * rows * (block_d // slice_d),)](
+        out, lse, x.cu_seqlens_q, x.sinks, x.v_scale, parts, states, cuts,
+        x.v_factor, x.v_scale_stride, out.stride(0), out.stride(1), stride_lt, stride_lh,
+        SLICE_D=slice_d, num_warps=1, **shared,
+    )  # fmt: skip

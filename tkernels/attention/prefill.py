@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from tkernels._target import target_of
-from tkernels._triton import cast, dot, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, token_slots
+from tkernels._triton import cast, tl, triton
+from tkernels.attention._common import LOG2_E, cap_logits, finish, product, token_slots
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
@@ -34,7 +34,7 @@ def _block(
 ):  # fmt: skip
     """One block of keys. ``low`` and ``high``: keys outside of them are not even loaded."""
     offs_k = start + offs_n
-    page, slot = token_slots(table_row, start, offs_n, high - 1, PAGE, BLOCK_N)
+    page, slot = token_slots(table_row, start, offs_n, tl.maximum(high - 1, 0), PAGE, BLOCK_N)
     k_pages = page * stride_kp
     v_pages = k_pages if SAME_STRIDES else page * stride_vp
     v_stride_n = stride_kn if SAME_STRIDES else stride_vn
@@ -51,7 +51,7 @@ def _block(
     else:
         k = tl.load(k_ptrs)
         v = tl.load(v_ptrs)
-    s = dot(q, tl.trans(k.to(COMPUTE)), tl.zeros([m.shape[0], BLOCK_N], tl.float32))
+    s = product(q, tl.trans(k.to(COMPUTE)), tl.zeros([m.shape[0], BLOCK_N], tl.float32))
     if HAS_SOFTCAP:
         s = cap_logits(s * qk_scale[:, None], softcap)
         qk_scale = tl.full(qk_scale.shape, 1.0, tl.float32)
@@ -69,7 +69,7 @@ def _block(
     p = tl.math.exp2(s * qk_scale[:, None] - base[:, None])
     a = tl.math.exp2(m * qk_scale - base)
     l = l * a + tl.sum(p, 1)
-    acc = dot(cast(p, COMPUTE), v.to(COMPUTE), acc * a[:, None])
+    acc = product(cast(p, COMPUTE), v.to(COMPUTE), acc * a[:, None])
     return m_new, l, acc
 
 
@@ -206,9 +206,9 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         return
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     _prefill_kernel[(num_tiles * x.kv_heads,)](
-        x.q, x.k_cache, x.v_cache, out, lse, x.block_table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
+        x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         x.num_seqs, num_tiles, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
-        x.block_table.stride(0), x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
         GROUP=group, DIM=x.dim, BLOCK_D=max(16, triton.next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)),

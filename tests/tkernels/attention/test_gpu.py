@@ -1,0 +1,127 @@
+"""What only a GPU can show: captured graphs over every length, bits in bf16, many repeats, compilations after warm-up, big caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tkernels
+from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.test_batches import part
+from tests.tkernels.attention.test_values import attend
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"heads": 32, "kv_heads": 8, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
+    """Captured at length 1; then a call that needs more workspace, whose freed memory is filled with NaN; then every kind of length."""
+    case = make_case([4096] * 8, [1] * 8, poison=False, **SHAPE)
+    out, lse = torch.empty_like(case.q), torch.empty(8, 32, device="cuda")
+    lens = case.seq_lens.clone()
+    case.seq_lens.fill_(1)
+
+    def call() -> None:
+        tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    bigger = make_case([4096] * 64, [8] * 64, poison=False, **SHAPE)
+    attend(bigger)
+    torch.full((1 << 28,), float("nan"), device="cuda")
+    for new in ([1] * 8, [4096] * 8, [0, 1, 15, 16, 17, 63, 64, 65], [4095, 0, 2048, 1, 1023, 1024, 1025, 4096], lens.tolist()):
+        case.seq_lens.copy_(torch.tensor(new, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed, replayed_lse = out.clone(), lse.clone()
+        call()
+        assert torch.equal(replayed, out) and torch.equal(replayed_lse, lse)
+        check(case, replayed, replayed_lse)
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 24, [1, 4, 8, 2] * 6, [1, 3, 200, 1, 9, 64] * 4], ids=["decode", "several", "mixed"])
+def test_bits_alone_and_in_a_batch(query_lens):
+    lens = [max(q, int(n)) for q, n in zip(query_lens, torch.randint(1, 5000, (24,)), strict=True)]
+    case = make_case(lens, query_lens, **SHAPE)
+    out, lse = attend(case)
+    check(case, out, lse)
+    starts = case.cu_seqlens_q.tolist()
+    for s in range(24):
+        rows = slice(starts[s], starts[s + 1])
+        alone, alone_lse = attend(part(case, s, s + 1))
+        assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+    for _ in range(1000):
+        again, _ = attend(case)
+        assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
+def test_shapes_in_bf16(dim, group):
+    case = make_case(
+        [1000, 33, 0, 700, 129, 2000], [1, 1, 1, 5, 129, 300], heads=2 * group, kv_heads=2, dim=dim, page_size=16,
+        dtype=torch.bfloat16, device="cuda", extra_rows=3,
+    )  # fmt: skip
+    check(case, *attend(case))
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"window": 100}, {"softcap": 5.0}, {"causal": False}, {"sinks": True}, {"window": 500, "softcap": 5.0, "sinks": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_features(keywords, dtype):
+    keywords = dict(keywords)
+    if keywords.pop("sinks", False):
+        keywords["sinks"] = torch.randn(32, device="cuda")
+    if dtype == torch.float8_e4m3fn:
+        keywords |= {"k_scale": 0.5, "v_scale": torch.rand(8, device="cuda") + 0.5}
+    case = make_case([1000, 33, 0, 700, 2000], [1, 1, 1, 5, 300], extra_rows=3, **{**SHAPE, "dtype": dtype}, **keywords)
+    check(case, *attend(case))
+
+
+def test_no_compilation_after_warm_up():
+    """Other lengths, other numbers of sequences within the same power of two, other tables: no kernel is compiled again."""
+    import triton.knobs
+
+    def step(lens: list[int], query_lens: list[int], bucket: int) -> None:
+        case = make_case(lens, query_lens, poison=False, max_pages=64, **SHAPE)
+        attend(Case(*case.tensors, {**case.keywords, "max_query_len": bucket}))
+
+    for bucket, query in ((1, 1), (8, 5), (1000, 20)):
+        step([100] * 9, [query] * 9, bucket)
+    compiled: list[str] = []
+    before, triton.knobs.runtime.jit_post_compile_hook = (
+        triton.knobs.runtime.jit_post_compile_hook,
+        lambda **k: compiled.append(str(k["repr"])),
+    )
+    try:
+        for bucket, query in ((1, 1), (8, 3), (1000, 64)):
+            for count in (9, 12, 16):
+                step([1 + 60 * i for i in range(1, count + 1)], [min(query, 1 + 60)] * count, bucket)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
+
+
+def test_b098_cache_beyond_2_to_31_elements():
+    """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages."""
+    pages = 2_200_000_000 // (16 * 8 * 128)
+    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.zeros_like(k_cache)
+    for cache in (k_cache, v_cache):
+        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
+        cache[-20:] = cache[:20]
+    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
+    for query in (1, 40):
+        q = torch.randn((query, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
+        starts = torch.tensor([0, query, 2 * query], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([317, 317], dtype=torch.int32, device="cuda")
+        out = tkernels.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=query)
+        assert torch.isfinite(out).all() and out.abs().max() > 0
+        assert torch.equal(out[:query], out[query:])
