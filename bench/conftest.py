@@ -22,6 +22,7 @@ import pytest
 from bench import harness, suite
 from bench.peers import versions, why_absent
 
+_OF_A_RUN = ("commit", "sm_clock", "memory_clock")
 _CLOCK = suite.VirtualClock()
 _measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]] | Exception] = {}
 
@@ -44,8 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    machine_info.update(harness.machine())
+    machine_info.update({name: fact for name, fact in harness.machine().items() if name not in _OF_A_RUN})
     machine_info["peers"] = versions()
+
+
+def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
+    """What may differ between two runs on one machine stays out of machine_info, which --benchmark-compare wants equal."""
+    output_json["run"] = {name: fact for name, fact in harness.machine().items() if name in _OF_A_RUN}
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def load(path: Path) -> Run:
                 entry["stats"]["median"] * 1e6, info,
             )
         )  # fmt: skip
-    return Run(path.name, data["machine_info"], data["datetime"], tuple(rows))
+    return Run(path.name, data["machine_info"] | data.get("run", {}), data["datetime"], tuple(rows))
 
 
 def runs(folder: Path = RESULTS) -> list[Run]:

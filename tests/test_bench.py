@@ -1,0 +1,73 @@
+"""The benchmark suites as a smoke test: every case's check passes, its figures reach the JSON, and two runs compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        f"{ROOT}/pyproject.toml",
+        f"--rootdir={ROOT}",
+        *arguments,
+    ]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+
+
+@pytest.mark.slow
+def test_all_suites_pass_and_name_what_is_absent(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    done = run("bench", f"--benchmark-json={out}", "-rs")
+    assert done.returncode == 0, done.stdout[-6000:]
+    data = json.loads(out.read_text())
+    assert {"gpu", "driver", "torch", "triton", "peers"} <= data["machine_info"].keys() and "commit" in data["run"]
+    names = {entry["fullname"].split("::")[0].removeprefix("bench/test_").removesuffix(".py") for entry in data["benchmarks"]}
+    assert names >= {"elementwise", "linear", "attention", "sampling", "runtime_modes", "serving", "hf_generate"}
+    for entry in data["benchmarks"]:
+        info = entry["extra_info"]
+        assert info["error"] <= info["tolerance"] and entry["stats"]["median"] == pytest.approx(info["us"] * 1e-6)
+    for peer, version in data["machine_info"]["peers"].items():
+        assert not version.startswith("absent: ") or f"{peer}: absent, " in done.stdout
+
+
+@pytest.mark.slow
+def test_two_runs_compare(tmp_path: Path) -> None:
+    suite = [f"{ROOT}/bench/test_elementwise.py", "-k", "silu_and_mul"]
+    assert run(*suite, "--benchmark-autosave", cwd=tmp_path).returncode == 0
+    done = run(*suite, "--benchmark-compare", cwd=tmp_path)
+    assert done.returncode == 0 and "(NOW)" in done.stdout and "(0001_" in done.stdout, done.stdout
+    assert "machine_info is different" not in done.stdout
+
+
+def test_a_wrong_result_is_not_timed(tmp_path: Path) -> None:
+    (tmp_path / "test_wrong.py").write_text(
+        "import pytest, torch\n"
+        "from bench.suite import Problem\n"
+        "@pytest.mark.parametrize('case', [1])\n"
+        "@pytest.mark.parametrize('peer', ['tkernels', 'torch eager', 'Liger', 'torch other'])\n"
+        "def test_wrong(measure, case, peer):\n"
+        "    x = torch.ones(4)\n"
+        "    peers = {'tkernels': lambda i: x + 1e-3, 'torch eager': lambda i: x, 'torch other': lambda i: x * float('nan')}\n"
+        "    measure(lambda: Problem(peers=peers, expected=x.double(), bytes=16))\n"
+    )
+    out = tmp_path / "out.json"
+    done = run("-p", "bench.conftest", str(tmp_path / "test_wrong.py"), f"--benchmark-json={out}")
+    assert done.returncode == 1
+    assert "tkernels: error 0.001 is above" in done.stdout and "so it was not timed" in done.stdout
+    assert "torch other: error inf is above" in done.stdout
+    assert [entry["extra_info"]["peer"] for entry in json.loads(out.read_text())["benchmarks"]] == ["torch eager"]
