@@ -144,7 +144,7 @@ def one_shot_norm_kernel(
             push(workspaces, RANK * SLOT + slot_offset(launch, slot_v, vectors, HALF), words, sent * alive, RANK, WORLD)
             row += programs
         row = tl.program_id(0) // SPLIT
-        counted = advance(state)
+        counted = advance(state, LANES)
         weights = _load_weights(weight_ptr, v, hidden, dtype, (v < row_vectors).to(tl.int32), LAYOUT)
         while row <= rows:
             real = ((v < row_vectors) & (row < rows)).to(tl.int32)
@@ -156,13 +156,13 @@ def one_shot_norm_kernel(
             got = poll(
                 workspaces[RANK] + slot_offset(launch, slot_v, vectors, HALF), sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE
             )
-            check_headers(got, is_header, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
             a, b, c, d, squares = _add(sum_ranks(own, got, dtype, RANK, WORLD), residual, dtype)
             out = row.to(tl.int64) * hidden
             store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
             square = tl.sum(tl.where(real != 0, squares, 0.0), 0)
             rstd = tl.rsqrt((square / hidden).to(tl.float32) + eps)
             _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
+            check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
             row += programs
     else:
         real = ((v < row_vectors) & (row < rows)).to(tl.int32)
@@ -174,9 +174,8 @@ def one_shot_norm_kernel(
         push(workspaces, RANK * SLOT + slot_offset(launch, slot_v, vectors, HALF), own, sent * alive, RANK, WORLD)
         residual = load_vector(residual_ptr + row.to(tl.int64) * residual_stride, v, hidden, hidden, hidden, real, LAYOUT)
         weights = _load_weights(weight_ptr, v, hidden, dtype, (v < row_vectors).to(tl.int32), LAYOUT)
-        counted = advance(state)
+        counted = advance(state, LANES)
         got = poll(workspaces[RANK] + slot_offset(launch, slot_v, vectors, HALF), sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
-        check_headers(got, is_header, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
         a, b, c, d, squares = _add(sum_ranks(own, got, dtype, RANK, WORLD), residual, dtype)
         square = tl.sum(tl.where(real != 0, squares, 0.0), 0)
         if SPLIT > 1:
@@ -185,7 +184,8 @@ def one_shot_norm_kernel(
         store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
         rstd = tl.rsqrt((square / hidden).to(tl.float32) + eps)
         _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
-    end(state, report, launch, finished, counted, OP)
+        check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
+    end(state, report, launch, finished, counted, OP, LANES)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def two_shot_norm_kernel(
             a, b, c, d = with_header(words, is_header, rows * hidden, OP, launch)
             store4(workspaces[(RANK + hop) % WORLD] + offset, not_empty(a), not_empty(b), not_empty(c), not_empty(d), sent * alive)
         row += tl.num_programs(0)
-    counted = advance(state)
+    counted = advance(state, LANES)
     row = tl.program_id(0)
     while row <= rows:
         is_header = (row == rows) & (lanes == 0)
@@ -248,10 +248,10 @@ def two_shot_norm_kernel(
             real = ((lanes < part) & (v < row_vectors) & (row < rows)).to(tl.int32)
             residuals = residuals + load_vector(residual_row, v, hidden, hidden, hidden, real, LAYOUT)
         got = poll(workspaces[RANK] + slot_offset(launch, slot_v, vectors, HALF), sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
-        check_headers(got, is_header, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
         own = sum_ranks(own, got, dtype, RANK, WORLD)
         sent = ((lanes < part) & (row < rows)).to(tl.int32)
         push(workspaces, (WORLD + RANK) * SLOT + slot_offset(launch, slot_v, vectors, HALF), own, sent * alive, RANK, WORLD)
+        check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
         address = workspaces[RANK] + WORLD * SLOT + slot_offset(launch, slot_v, vectors, HALF)
         got = poll(address, sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         out = row.to(tl.int64) * hidden
@@ -277,4 +277,4 @@ def two_shot_norm_kernel(
             words = (totals[4 * s], totals[4 * s + 1], totals[4 * s + 2], totals[4 * s + 3])
             _store_norm(y_ptr + out, v, words, weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
         row += tl.num_programs(0)
-    end(state, report, launch, finished, counted, OP)
+    end(state, report, launch, finished, counted, OP, LANES)

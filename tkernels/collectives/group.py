@@ -50,7 +50,7 @@ class Communicator:
     sizes: Sizes = field(default_factory=lambda: Sizes(0, 0, 0))
     state: torch.Tensor | None = None
     report: torch.Tensor | None = None
-    fences: bool = True
+    fences: bool = False
     failed: str = ""  # what check() has raised
     _report: Any = None
     _stream: Any = None

@@ -32,16 +32,6 @@ def _send(
     return words
 
 
-@triton.jit
-def _receive(
-    workspaces, state, report, limit, launch, alive, v, n, vectors, mask,
-    OP: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr, HALF: tl.constexpr, FENCE: tl.constexpr,
-):  # fmt: skip
-    got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
-    check_headers(got, (v == vectors) & (mask != 0), n, OP, launch, state, report, alive, RANK, WORLD)
-    return got
-
-
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_POINTERS)
 def one_shot_kernel(
     x_ptr, out_ptr, workspaces, state, report, limit, n, inner, stride,
@@ -52,33 +42,36 @@ def one_shot_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     launch, finished, alive, limit = begin(state, limit, FENCE)
     vectors = tl.cdiv(n, 128 // dtype.primitive_bitwidth)
-    v = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    start = tl.program_id(0) * LANES
+    first = start + tl.arange(0, LANES)
+    v = first
     if LOOP:
         step = tl.num_programs(0) * LANES
-        first = v
-        i = tl.program_id(0) * LANES
+        i = start
         while i <= vectors:
             mask = (v <= vectors).to(tl.int32)
             _send(x_ptr, workspaces, launch, v, n, vectors, inner, stride, mask * alive, OP, RANK, WORLD, SLOT, HALF, LAYOUT)
             v += step
             i += step
-        counted = advance(state)
+        counted = advance(state, LANES)
         v = first
-        i = tl.program_id(0) * LANES
+        i = start
         while i <= vectors:
             mask = (v <= vectors).to(tl.int32)
             own = load_vector(x_ptr, v, n, inner, stride, (v < vectors).to(tl.int32), LAYOUT)
-            got = _receive(workspaces, state, report, limit, launch, alive, v, n, vectors, mask, OP, RANK, WORLD, SLOT, HALF, FENCE)
+            got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
             store_vector(out_ptr, v, sum_ranks(own, got, dtype, RANK, WORLD), n, n, n, (v < vectors).to(tl.int32), OUT_LAYOUT)
+            check_headers((i <= vectors) & (vectors < i + LANES), v == vectors, got, n, OP, launch, state, report, alive, RANK, WORLD)
             v += step
             i += step
     else:
         mask = (v <= vectors).to(tl.int32)
         own = _send(x_ptr, workspaces, launch, v, n, vectors, inner, stride, mask * alive, OP, RANK, WORLD, SLOT, HALF, LAYOUT)
-        counted = advance(state)
-        got = _receive(workspaces, state, report, limit, launch, alive, v, n, vectors, mask, OP, RANK, WORLD, SLOT, HALF, FENCE)
+        counted = advance(state, LANES)
+        got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         store_vector(out_ptr, v, sum_ranks(own, got, dtype, RANK, WORLD), n, n, n, (v < vectors).to(tl.int32), OUT_LAYOUT)
-    end(state, report, launch, finished, counted, OP)
+        check_headers((start <= vectors) & (vectors < start + LANES), v == vectors, got, n, OP, launch, state, report, alive, RANK, WORLD)
+    end(state, report, launch, finished, counted, OP, LANES)
 
 
 @triton.jit
@@ -116,7 +109,7 @@ def two_shot_kernel(
         _send_stripes(x_ptr, workspaces, launch, v, n, stripe, vectors, inner, stride, alive, OP, RANK, WORLD, SLOT, HALF, LAYOUT)
         v += step
         i += step
-    counted = advance(state)
+    counted = advance(state, LANES)
     i = start
     v = first
     while i <= stripe:
@@ -124,11 +117,12 @@ def two_shot_kernel(
         real = ((v < stripe) & (g < vectors)).to(tl.int32)
         own = load_vector(x_ptr, g, n, inner, stride, real, LAYOUT)
         mask = (v <= stripe).to(tl.int32)
-        got = _receive(workspaces, state, report, limit, launch, alive, v, n, stripe, mask, OP, RANK, WORLD, SLOT, HALF, FENCE)
+        got = poll(workspaces[RANK] + slot_offset(launch, v, stripe, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         total = sum_ranks(own, got, dtype, RANK, WORLD)
         offset = (WORLD + RANK) * SLOT + slot_offset(launch, v, stripe, HALF)
         push(workspaces, offset, total, (v < stripe).to(tl.int32) * alive, RANK, WORLD)
         store_vector(out_ptr, g, total, n, n, n, real, OUT_LAYOUT)
+        check_headers((i <= stripe) & (stripe < i + LANES), v == stripe, got, n, OP, launch, state, report, alive, RANK, WORLD)
         v += step
         i += step
     i = start
@@ -143,7 +137,7 @@ def two_shot_kernel(
                 store_vector(out_ptr, g, of_rank(got, s, RANK), n, n, n, mask * (g < vectors).to(tl.int32), OUT_LAYOUT)
         v += step
         i += step
-    end(state, report, launch, finished, counted, OP)
+    end(state, report, launch, finished, counted, OP, LANES)
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_POINTERS)
@@ -167,19 +161,20 @@ def all_gather_kernel(
         store_vector(out_ptr + RANK * inner, v, own, n, inner, stride, (v < vectors).to(tl.int32), OUT_LAYOUT)
         v += step
         i += step
-    counted = advance(state)
+    counted = advance(state, LANES)
     i = start
     v = first
     while i <= vectors:
         mask = (v <= vectors).to(tl.int32)
-        got = _receive(workspaces, state, report, limit, launch, alive, v, n, vectors, mask, OP, RANK, WORLD, SLOT, HALF, FENCE)
+        got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         for s in tl.static_range(WORLD):
             if s != RANK:
                 words = of_rank(got, s, RANK)
                 store_vector(out_ptr + s * inner, v, words, n, inner, stride, (v < vectors).to(tl.int32), OUT_LAYOUT)
+        check_headers((i <= vectors) & (vectors < i + LANES), v == vectors, got, n, OP, launch, state, report, alive, RANK, WORLD)
         v += step
         i += step
-    end(state, report, launch, finished, counted, OP)
+    end(state, report, launch, finished, counted, OP, LANES)
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_POINTERS)
@@ -206,14 +201,15 @@ def reduce_scatter_kernel(
             store4(workspaces[(RANK + hop) % WORLD] + offset, not_empty(a), not_empty(b), not_empty(c), not_empty(d), mask)
         v += step
         i += step
-    counted = advance(state)
+    counted = advance(state, LANES)
     i = start
     v = first
     while i <= vectors:
         mask = (v <= vectors).to(tl.int32)
         own = load_vector(x_ptr + RANK * inner, v, n, inner, stride, (v < vectors).to(tl.int32), LAYOUT)
-        got = _receive(workspaces, state, report, limit, launch, alive, v, n, vectors, mask, OP, RANK, WORLD, SLOT, HALF, FENCE)
+        got = poll(workspaces[RANK] + slot_offset(launch, v, vectors, HALF), mask, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         store_vector(out_ptr, v, sum_ranks(own, got, dtype, RANK, WORLD), n, n, n, (v < vectors).to(tl.int32), OUT_LAYOUT)
+        check_headers((i <= vectors) & (vectors < i + LANES), v == vectors, got, n, OP, launch, state, report, alive, RANK, WORLD)
         v += step
         i += step
-    end(state, report, launch, finished, counted, OP)
+    end(state, report, launch, finished, counted, OP, LANES)

@@ -167,26 +167,34 @@ def _share():
 
 
 @triton.jit
-def advance(state):
-    """Count this launch. A program that has not added its share can never read the number of the next launch."""
+def advance(state, LANES: tl.constexpr):
+    """Count this launch; lane 0 gets the count before, which ``end`` looks at, so that nobody waits for it here.
+
+    A program that has not added its share can never read the number of the next launch.
+    """
     tl.debug_barrier()  # all threads have read the counter
-    return tl.atomic_add(state.to(tl.pointer_type(tl.int32)), _share(), sem="relaxed", scope="gpu")
+    lanes = tl.arange(0, LANES)
+    # Only lane 0 acts. The pointers differ by lane because the compiler makes one atomic of equal ones and shuffles its result: that
+    # and the result of a scalar atomic, which goes to all threads behind a barrier, are waited for at once.
+    pointers = state.to(tl.pointer_type(tl.int32)) + lanes
+    return tl.atomic_add(pointers, _share() + lanes * 0, mask=lanes == 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def end(state, report, launch, finished, counted, OP: tl.constexpr):
-    """Count this launch as finished; report launches of this group that overlapped (two streams, two graphs at once).
+def end(state, report, launch, finished, counted, OP: tl.constexpr, LANES: tl.constexpr):
+    """Count this launch as finished, and report it if another launch of the group overlapped it (two streams, two graphs at once).
 
-    In order, all earlier launches have finished when this one begins, and every share falls into this launch's thousand; a second
-    program 0 in it finds the first one's share of more than half.
+    In order, as many launches have finished as had begun before this one, and every share falls into this launch's thousand. Of two
+    launches that took the same number, some share falls into the next thousand, or a second program 0 finds the first one's share,
+    which is more than half.
     """
-    tl.debug_barrier()
+    lanes = tl.arange(0, LANES)
     p = state.to(tl.pointer_type(tl.int32))
     tl.atomic_add(p + 1, _share(), sem="relaxed", scope="gpu")
     again = (tl.program_id(0) == 0) & (counted % _TICK >= _TICK // 2)
-    overlap = (finished != launch) | (counted // _TICK != launch) | again
-    tl.store(p + 2, 1, mask=overlap)
-    tl.store((report + 8).to(tl.pointer_type(tl.int32)), OP, mask=overlap)
+    overlap = (lanes == 0) & ((finished != launch) | (counted // _TICK != launch) | again)
+    tl.store(p + 2 + lanes * 0, 1, mask=overlap)
+    tl.store((report + 8).to(tl.pointer_type(tl.int32)) + lanes * 0, OP, mask=overlap)
 
 
 @triton.jit
@@ -202,15 +210,16 @@ def with_header(words, is_header, n, OP: tl.constexpr, launch):
 
 
 @triton.jit
-def check_headers(got, is_header, n, OP: tl.constexpr, launch, state, report, alive, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Compare the headers of all ranks with this one's. An empty one has been reported by ``poll``."""
-    p = report.to(tl.pointer_type(tl.int32))
-    for s in tl.static_range(WORLD):
-        if s != RANK:
-            their_n, their_op, their_launch, _ = of_rank(got, s, RANK)
-            same = (their_n == n) & (their_op == OP) & (their_launch == (launch & 0xFFFF))
-            differs = is_header & (their_n != -1) & (alive != 0) & (same == 0)
-            tl.store(p + 24 + s + is_header.to(tl.int32) * 0, their_n, mask=differs)
-            tl.store(p + 40 + s + is_header.to(tl.int32) * 0, their_op, mask=differs)
-            tl.store(p + 1 + is_header.to(tl.int32) * 0, OP, mask=differs)
-            tl.store(state.to(tl.pointer_type(tl.int32)) + 2 + is_header.to(tl.int32) * 0, 1, mask=differs)
+def check_headers(here, is_header, got, n, OP: tl.constexpr, launch, state, report, alive, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Compare the headers of all ranks with this one's, in the program that has them (``here``). ``poll`` has reported absent ones."""
+    if here:
+        p = report.to(tl.pointer_type(tl.int32)) + is_header.to(tl.int32) * 0
+        for s in tl.static_range(WORLD):
+            if s != RANK:
+                their_n, their_op, their_launch, _ = of_rank(got, s, RANK)
+                same = (their_n == n) & (their_op == OP) & (their_launch == (launch & 0xFFFF))
+                differs = is_header & (their_n != -1) & (alive != 0) & (same == 0)
+                tl.store(p + 24 + s, their_n, mask=differs)
+                tl.store(p + 40 + s, their_op, mask=differs)
+                tl.store(p + 1, OP, mask=differs)
+                tl.store(state.to(tl.pointer_type(tl.int32)) + 2 + is_header.to(tl.int32) * 0, 1, mask=differs)

@@ -50,14 +50,7 @@ def _sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
 def all_reduce(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     if x.device.type != "cuda":
         return _sum_in_rank_order(_gathered(x, group, "all_reduce")).contiguous()
-    chunk, rest = divmod(x.numel(), group.world)
-    if rest == 0 and x.is_contiguous() and chunk:
-        # c10d's all-reduce works in place; these two do not, and move the same bytes without a copy of x before
-        out = torch.empty_like(x)
-        mine = out.view(-1)[group.rank * chunk : (group.rank + 1) * chunk]
-        _named(group, "all_reduce", lambda: dist.reduce_scatter_tensor(mine, x.view(-1), group=group.process_group))
-        _named(group, "all_reduce", lambda: dist.all_gather_into_tensor(out.view(-1), mine, group=group.process_group))
-        return out
+    # c10d works in place. Reduce-scatter and all-gather would save the copy of x, and were slower still (docs/collectives.md).
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
         _named(group, "all_reduce", lambda: dist.all_reduce(out, group=group.process_group))

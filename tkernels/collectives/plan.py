@@ -18,7 +18,7 @@ MAX_WORLD = 8  # beyond one NVLink host the library's collectives are used
 _KIB, _MIB = 1 << 10, 1 << 20
 # World size: bytes up to which one trip, and in pieces of max_bytes two trips, are the fastest.
 _ONE_SHOT = {2: 4 * _MIB, 4: 192 * _KIB, 8: 96 * _KIB}
-_TWO_SHOT = {2: 1 << 40, 4: 1 << 40, 8: 1 << 40}
+_TWO_SHOT = {2: 1 << 40, 4: 128 * _MIB, 8: 128 * _MIB}
 _GATHER = {2: 1 * _MIB, 4: 1 * _MIB, 8: 512 * _KIB}  # bytes a rank contributes to all_gather, or gets from reduce_scatter
 _FUSED_ONE_SHOT = {2: 1 * _MIB, 4: 128 * _KIB, 8: 64 * _KIB}
 

@@ -273,14 +273,15 @@ def check_norm(
     for kind in kinds:
         with forced(kind):
             y, new_residual = C.all_reduce_add_rms_norm(there[0], there[1], there[2], 1e-5, at.group)
-            quantised, again = C.all_reduce_add_rms_norm(there[0], there[1], there[2], 1e-5, at.group, scale=there[3])
         same_bits(new_residual, total, (rows, hidden, dtype, kind))
-        same_bits(again, total, (rows, hidden, dtype, kind, "fp8"))
         limit = 2 * (want.to(dtype).double() - want).abs().max() + 1e-5 * want.abs().max()
         worst = (y.cpu().double() - want).abs().max()
         assert worst <= limit, (rows, hidden, dtype, kind, float(worst), float(limit))
-        assert quantised.dtype == FP8
-        same_bits(quantised, (y.cpu().float() / scale).clamp(-448, 448).to(FP8), (rows, hidden, dtype, kind, "fp8"))
+        if GPU or dtype == torch.bfloat16:
+            with forced(kind):
+                quantised, again = C.all_reduce_add_rms_norm(there[0], there[1], there[2], 1e-5, at.group, scale=there[3])
+            same_bits(again, total, (rows, hidden, dtype, kind, "fp8"))
+            same_bits(quantised, (y.cpu().float() / scale).clamp(-448, 448).to(FP8), (rows, hidden, dtype, kind, "fp8"))
         found.append(y)
     for y in found[1:]:
         same_bits(y, found[0], (rows, hidden, dtype, "one-shot and two-shot"))
@@ -385,7 +386,7 @@ def compiles_with_fullgraph(at: Rank) -> None:
 @case
 def process_groups_and_device_meshes_name_groups(at: Rank) -> None:
     mesh = dist.init_device_mesh(at.device.type, (at.world // 2, 2), mesh_dim_names=("dp", "tp"))
-    name = C.init_group(mesh["tp"], max_bytes=MAX_BYTES, timeout_s=20.0)
+    name = C.init_group(mesh["tp"], max_bytes=MAX_BYTES, timeout_s=60.0)
     alone = C.init_group(dist.new_group([at.rank], use_local_synchronization=True))
     xs = at.inputs(32, torch.float32, 14)
     x = xs[at.rank].to(at.device)
@@ -416,7 +417,7 @@ def wrong_arguments_are_named(at: Rank) -> None:
         C.init_group(dist.group.WORLD, max_bytes=MAX_BYTES * 2)
     with raising("timeout_s: expected more than 0", kind=ValueError):
         C.init_group(dist.group.WORLD, timeout_s=0)
-    assert C.init_group(dist.group.WORLD, max_bytes=MAX_BYTES, timeout_s=20.0) == at.group
+    assert C.init_group(dist.group.WORLD, max_bytes=MAX_BYTES, timeout_s=60.0) == at.group
     assert f"{at.world} ranks, workspace" in C.describe_group(at.group)
     C.check()
 
@@ -444,7 +445,7 @@ def b125_a_rank_with_another_size_is_named(at: Rank) -> None:
     at.everywhere("")
     C.destroy_group(name)
     at.everywhere("")
-    C.init_group(process_group, max_bytes=1 << 12, timeout_s=20.0)
+    C.init_group(process_group, max_bytes=1 << 12, timeout_s=60.0)
     assert C.all_reduce(torch.ones(64, device=at.device), name)[0] == at.world
     sync()
     C.destroy_group(name)
@@ -452,20 +453,21 @@ def b125_a_rank_with_another_size_is_named(at: Rank) -> None:
 
 @case
 def b125_a_late_rank_is_named_and_its_absence_is_nan(at: Rank) -> None:
-    name, _ = fresh(at, 0.5)
+    limit, absence = (0.5, 2.0) if GPU else (1.5, 6.0)  # interpreters on a busy machine drift apart by themselves
+    name, _ = fresh(at, limit)
     C.all_reduce(torch.ones(64, device=at.device), name)
     sync()
     at.everywhere("")
     if at.rank == 1:
-        time.sleep(2.0)
+        time.sleep(absence)
     started = time.monotonic()
     if at.rank != 1:
-        with raising("waited 0.5 s for rank 1", "all_reduce (one-shot)"):
+        with raising(f"waited {limit:g} s for rank 1", "all_reduce (one-shot)"):
             out = C.all_reduce(torch.ones(64, device=at.device), name)
             sync()
             assert out.isnan().all()
             C.check(name)
-        assert time.monotonic() - started < 1.9
+        assert time.monotonic() - started < absence - 0.1
     at.everywhere("")
     if at.rank == 1:  # the others' data is there
         assert C.all_reduce(torch.ones(64, device=at.device), name)[0] == at.world
@@ -477,7 +479,7 @@ def b123_set_up_and_torn_down_many_times(at: Rank) -> None:
     process_group = dist.new_group(list(range(at.world)))
     late = random.Random(at.rank)
     for step in range(20 if GPU else 200 if at.world == 2 else 20):
-        name = C.init_group(process_group, max_bytes=1 << 10, timeout_s=20.0)
+        name = C.init_group(process_group, max_bytes=1 << 10, timeout_s=60.0)
         if late.random() < 0.3:
             time.sleep(late.random() * 0.004)
         if step % (2 if GPU else 20) == 0:
@@ -623,7 +625,7 @@ def main() -> int:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=60))
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
-    group = C.init_group(max_bytes=MAX_BYTES, timeout_s=20.0)
+    group = C.init_group(max_bytes=MAX_BYTES, timeout_s=60.0)
     at = Rank(rank, world, device, group)
     wanted = sys.argv[2:] or list(CASES)
     results: dict[str, dict[str, Any]] = {}
