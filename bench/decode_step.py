@@ -161,12 +161,12 @@ def main() -> None:
             median = sorted(samples)[len(samples) // 2]
             rows.append({"batch": batch, "context": options.context, "name": name, "us": median, "logit_errors": errors})
             print(f"batch {batch:4} {name:32} {median:9.1f} us", flush=True)
+        if options.out:  # after each batch: a run that is cut short keeps what it has
+            write_results(options.out, "python -m bench.decode_step", rows, shape="Llama-1B", page_size=PAGE_SIZE)
         del ours, peers
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    if options.out:
-        write_results(options.out, "python -m bench.decode_step", rows, shape="Llama-1B", page_size=PAGE_SIZE)
 
 
 if __name__ == "__main__":
