@@ -119,8 +119,7 @@ class _Stitched:
         self.guards += piece.guards if shape_env is not None else []
         number = sum(earlier.kind != "host" for earlier in self.cut.segments[:index])
         inputs = tuple(self.names.get(name, name) for name in segment.inputs)
-        writes = tuple(place for place, name in enumerate(segment.inputs) if name in segment.mutates)
-        return Launched(piece, f"piece {number}", inputs, writes).function()
+        return Launched(piece, segment, f"piece {number}", inputs).function()
 
     def _compiles(self, index: int) -> bool:
         return self.config.backend == "inductor" and self.cut.segments[index].kind == "graph" and not self.reasons[index]

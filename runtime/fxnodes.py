@@ -88,7 +88,9 @@ def written_args(node: fx.Node, memo: dict[Any, set[int]] | None = None) -> set[
         return set()
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return set(tensors)
-    key = (node.target, constant_key((node.args, node.kwargs), lambda arg: meta_key(value_of(arg)))) if memo is not None else None
+    order = {arg: index for index, arg in enumerate(tensors)}
+    identity = lambda arg: (order.get(arg, -1), meta_key(value_of(arg)))  # f(x, x) is not f(x, y)
+    key = (node.target, constant_key((node.args, node.kwargs), identity)) if memo is not None else None
     if memo is None or key not in memo:
         written = _run_spied(node, tensors)
         if memo is None:

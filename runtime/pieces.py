@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,17 +30,57 @@ class CompiledPiece(NamedTuple):
 
 
 class Launched:
-    """A compiled piece in its place in a program, as a capture sees it: its name, its inputs' names, which of them it writes."""
+    """A compiled piece in its place in a program, as a capture sees it: its name, its inputs' names, which of them it writes.
 
-    def __init__(self, piece: CompiledPiece, name: str, inputs: tuple[str, ...], writes: tuple[int, ...]) -> None:
-        self.call, self.name, self.inputs, self.writes = piece.artifact, name, inputs, writes
+    The first call looks whether the compiler has merged values that eager keeps apart (it returns ``x`` for ``x + 0``). Where one
+    of the two is written later, the piece returns a copy from then on.
+    """
+
+    def __init__(self, piece: CompiledPiece, segment: Segment, name: str, inputs: tuple[str, ...]) -> None:
+        self.name, self.inputs = name, inputs
+        self.writes = tuple(place for place, name in enumerate(segment.inputs) if name in segment.mutates)
+        self.copied: tuple[int, ...] = ()
+        self._artifact, self._segment = piece.artifact, segment
+        self._call = self._first_call
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        return self.call(*args)
+        return self._call(*args)
 
     def function(self) -> Function:
         """How a program calls it: through ``launch``, since the dispatcher sees nothing of compiled code."""
         return functools.partial(launch, self)
+
+    def _first_call(self, *args: Any) -> tuple[Any, ...]:
+        outputs = self._artifact(*args)
+        merged = _merged(self._segment, args, outputs)
+        if merged is not None:
+            self.copied = merged
+            self._call = self._copying_call if merged else self._artifact
+        return self._apart(outputs)
+
+    def _copying_call(self, *args: Any) -> tuple[Any, ...]:
+        return self._apart(self._artifact(*args))
+
+    def _apart(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(output.clone() if place in self.copied else output for place, output in enumerate(outputs))
+
+
+def _merged(segment: Segment, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, ...] | None:
+    """Outputs that lie in the memory of another value though they should not, and where one of the two is exposed. None when an
+    empty output shows nothing."""
+    known: dict[int, set[int | None]] = {}  # address → the storages that are expected there; a caller may pass views of one tensor
+    for value, expected in zip(args, segment.input_values, strict=True):
+        if isinstance(value, torch.Tensor) and value.numel():
+            known.setdefault(value.untyped_storage().data_ptr(), set()).add(storage_key(expected))
+    merged = []
+    for place, (value, expected) in enumerate(zip(outputs, segment.output_values, strict=True)):
+        if not value.numel():
+            return None
+        mine = storage_key(expected)
+        others = known.setdefault(value.untyped_storage().data_ptr(), {mine})
+        if mine not in others and segment.exposed & (others | {mine}):
+            merged.append(place)
+    return tuple(merged)
 
 
 # Layers of one model share an entry, and so do several traces of one module (one per set of host values).

@@ -28,7 +28,8 @@ class Segment:
     """One piece: a graph module over flat inputs that returns a flat tuple.
 
     ``inputs`` and ``outputs`` name values of the whole graph; ``mutates`` is the part of ``inputs`` that the piece writes.
-    ``fresh`` are outputs of a splitting op that it allocates itself. ``key`` is equal for segments that compute the same.
+    ``fresh`` are outputs of a splitting op that it allocates itself. ``exposed`` are storages that a later piece writes, or that the
+    caller gets: no other value may come to lie there. ``key`` is equal for segments that compute the same.
     ``keep_eager`` says why a compiler must not have it, "" when it may.
     """
 
@@ -42,6 +43,8 @@ class Segment:
     fresh: tuple[str, ...] = ()
     key: tuple[Any, ...] = ()
     input_values: list[Any] = field(default_factory=list)
+    output_values: list[Any] = field(default_factory=list)
+    exposed: frozenset[int | None] = frozenset()
     keep_eager: str = ""
 
 
@@ -130,6 +133,10 @@ def build(gm: fx.GraphModule, graph: fx.Graph, segments: list[Segment], sunk: se
         for node in sorted(segment.nodes, key=order.__getitem__):
             if segment is tail or node not in sunk:
                 builder.get(node)
+    givers = _symbol_givers(graph)
+    for segment, builder in zip(segments, builders, strict=True):
+        if segment.kind == "graph":
+            _bind_symbols(segment, builder, givers)
     wanted = {node for builder in builders for node in builder.inputs} | set(results)
     values = {node.name: value_of(node) for node in graph.find_nodes(op="placeholder")}
     modules: dict[Any, fx.GraphModule] = {}
@@ -149,8 +156,44 @@ def build(gm: fx.GraphModule, graph: fx.Graph, segments: list[Segment], sunk: se
             modules[segment.key] = fx.GraphModule(builder.root, builder.graph)
         segment.module = modules[segment.key]
         segment.input_values = [value_of(node) for node in builder.inputs]
+        segment.output_values = [value_of(node) for node in leaving]
+    exposed = {storage_key(value_of(node)) for node in results}
+    for segment in reversed(segments):
+        segment.exposed = frozenset(exposed - {None})
+        exposed |= {storage_key(value_of(arg)) for node in segment.nodes for arg in writes.get(node, ())}
     outputs = pytree.tree_map(lambda leaf: OutputRef(leaf.name) if isinstance(leaf, fx.Node) else leaf, output.args[0])
     return Cut(segments, tuple(node.name for node in graph.find_nodes(op="placeholder")), outputs, values)
+
+
+def _symbols(value: Any) -> tuple[set[Any], set[Any]]:
+    """The symbols in a value's sizes, and those among them that are plainly one of the sizes."""
+    sizes = (*value.size(), *value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else (value,)
+    exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    return {symbol for expr in exprs for symbol in expr.free_symbols}, {expr for expr in exprs if expr.is_Symbol}
+
+
+def _symbol_givers(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """For each symbol an input of the whole graph that tells it: the size itself, else a tensor that has it as a size."""
+    givers: dict[Any, fx.Node] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for node in sorted(placeholders, key=lambda node: isinstance(value_of(node), torch.Tensor)):
+        for symbol in _symbols(value_of(node))[1]:
+            givers.setdefault(symbol, node)
+    return givers
+
+
+def _bind_symbols(segment: Segment, builder: _Builder, givers: dict[Any, fx.Node]) -> None:
+    """A compiler learns a symbol from a size that is plainly that symbol. A piece that only gets [2 * u0] needs u0 beside it."""
+    seen, plain = set(), set()
+    for node in builder.inputs:
+        used, bare = _symbols(value_of(node))
+        seen |= used
+        plain |= bare
+    for symbol in sorted(seen - plain, key=str):
+        if symbol in givers:
+            builder.take(givers[symbol])
+        elif not segment.keep_eager:
+            segment.keep_eager = f"its inputs have the size {symbol}, which comes from data"
 
 
 def is_size_check(node: fx.Node) -> bool:

@@ -645,6 +645,30 @@ def test_a_causal_lm_of_two_layers(backend, device):
     assert set(made.mutates) == {f"layers.{layer}.attention.{which}_cache" for layer in (0, 1) for which in "kv"}
 
 
+@needs_inductor
+def test_b025_values_that_inductor_merges_are_kept_apart_when_one_is_written():
+    """Inductor returns ``y`` for ``y + 0``: one buffer for two values, and the later write would be seen in both."""
+
+    class Merges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(8, 3))
+
+        def forward(self, x):
+            y = torch.cat([x[:, :1], x[:, 1:] * 3], 1)
+            z = y + torch.zeros(x.shape[0], 3)
+            ops.write(z, self.cache, torch.arange(x.shape[0]))
+            x = ops.mix(x)
+            y.mul_(2)
+            return z + ops.mix(x), y
+
+    module = Merges()
+    made = compiled(module, torch.randn(4, 3), splitting=["toysplit::mix"], backend="inductor", dynamic={"x": 0})
+    for tokens in (0, 4, 2):  # an empty step shows nothing and must not settle the question
+        x = torch.randn(tokens, 3)
+        close(made(x), module(x))
+
+
 def test_without_a_compiler_inductor_says_so():
     from torch._inductor import cpp_builder, exc
 

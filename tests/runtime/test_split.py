@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
@@ -186,6 +188,16 @@ def test_sizes_are_computed_in_each_piece_that_needs_them():
         torch.testing.assert_close(made(x), module(x), rtol=0, atol=0)
 
 
+def test_a_piece_that_gets_a_derived_size_gets_the_size_itself():
+    """A compiler cannot solve 2 * n for n."""
+
+    def body(x):
+        return ops.mix(torch.cat([x, x])) * 2
+
+    made = compiled(module_of(body), torch.randn(8, 3), splitting=["toysplit::mix"], dynamic={"x": 0})
+    assert dict(made.pieces[2].inputs)["x.shape[0]"] == "size"
+
+
 def test_a_region_that_cannot_be_cut_is_refused():
     def body(x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -249,6 +261,20 @@ def test_b025_every_way_to_write_is_seen(write):
     mine, theirs, made = both(body, ["toysplit::mix"], torch.randn(4, 3))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert made.mutates == ("x",)
+
+
+def test_an_op_called_with_one_tensor_twice_writes_both_arguments():
+    """What a call writes is remembered by its arguments, and f(x, x) is not f(x, y)."""
+
+    def body(x, y):
+        x.copy_(y)
+        x.copy_(x)
+        y.copy_(x * 2)
+        return ops.mix(x) + y
+
+    mine, theirs, made = both(body, ["toysplit::mix"], torch.randn(4, 3), torch.randn(4, 3))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert set(made.mutates) == {"x", "y"}
 
 
 def test_an_output_buffer_seen_through_a_view_stays_one_buffer():
@@ -316,3 +342,93 @@ def test_overlap_agrees_with_counting():
             assert overlaps(a, b)  # never missed
         elif stride[0] > (max(view.shape[1] for view in views) - 1) * stride[1]:
             assert not overlaps(a, b)  # and exact where strides nest
+
+
+# ------------------------------------------------------------------------------------------------------- random programs
+
+
+class RandomProgram(nn.Module):
+    """A seeded list of operations on values [n, 4] and on views of them: reads, writes, splitting ops in any order."""
+
+    STEPS = (
+        "multiply", "matmul", "columns", "flat", "transposed", "mix", "mix", "pair", "attend", "attend into view",
+        "add_", "write view", "write column", "write buffer", "read buffer", "concatenate", "copy_", "size", "halves",
+    )  # fmt: skip
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = Random(seed)
+        self.register_buffer("buffer", torch.zeros(16, 4))
+        self.weight = nn.Parameter(torch.randn(4, 4) * 0.3, requires_grad=False)
+        self.plan = [(random.choice(self.STEPS), *(random.random() for _ in range(3))) for _ in range(random.randint(6, 16))]
+        self.returned = [random.random() for _ in range(random.randint(1, 4))]
+
+    def forward(self, x, y):
+        n, full, views = x.shape[0], [x, y], []
+        for what, first, second, third in self.plan:
+            a, b = full[int(first * len(full))], full[int(second * len(full))]
+            if what == "multiply":
+                full.append(a * b)
+            elif what == "matmul":
+                full.append((a @ self.weight).sin())
+            elif what == "columns":
+                views.append(a[:, 1:])
+            elif what == "flat":
+                views.append(a.reshape(-1))
+            elif what == "transposed":
+                views.append(a.t())
+            elif what == "mix":
+                full.append(ops.mix(a) * 0.5)
+            elif what == "pair":
+                p, q = ops.pair(a, b)
+                full += [p, a + q[:, None]]
+            elif what == "attend":
+                full.append(torch.empty_like(a))
+                ops.attend_out(a, b, a, 1, full[-1])
+            elif what == "attend into view":
+                views.append(torch.empty(n * 4))
+                full.append(views[-1].view(n, 4))
+                ops.attend_out(a, b, a, 1, full[-1])
+            elif what == "add_":
+                a.add_(0.5)
+            elif what == "write view" and views:
+                views[int(third * len(views))].mul_(0.5)
+            elif what == "write column":
+                a[:, 0] = b[:, 1]
+            elif what == "write buffer":
+                ops.write(a, self.buffer, torch.arange(n))
+            elif what == "read buffer":
+                full.append(a + self.buffer[:n])
+            elif what == "concatenate":
+                full.append(torch.cat([a[:, :2], b[:, 2:]], 1))
+            elif what == "copy_":
+                a.copy_(b.sin())
+            elif what == "size":
+                full.append(a * (n + 1))
+            elif what == "halves":
+                p, q = a.chunk(2, -1)
+                full.append(torch.cat([ops.mix(q), p], -1))
+        values = full + views
+        return tuple(values[int(pick * len(values))] for pick in self.returned)
+
+
+def storages(values):
+    """Which of the values share memory."""
+    keys = [value.untyped_storage().data_ptr() for value in values]
+    return [keys.index(key) for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs_equal_eager(seed):
+    """Results, arguments, the module's buffer, and which results share memory, at the traced size and at others."""
+    torch.manual_seed(seed)
+    mine, theirs = RandomProgram(seed), RandomProgram(seed)
+    theirs.load_state_dict(mine.state_dict())
+    splitting = ["toysplit::mix", "toysplit::pair", "toysplit::attend_out"]
+    made = compiled(mine, torch.randn(5, 4), torch.randn(5, 4), splitting=splitting, dynamic={"x": 0, "y": 0})
+    for tokens in (5, 1, 8):
+        x, y = torch.randn(tokens, 4), torch.randn(tokens, 4)
+        mine_args, their_args = (x.clone(), y.clone()), (x.clone(), y.clone())
+        results, expected = made(*mine_args), theirs(*their_args)
+        torch.testing.assert_close([*results, *mine_args, mine.buffer], [*expected, *their_args, theirs.buffer], rtol=0, atol=0)
+        assert storages([*results, *mine_args]) == storages([*expected, *their_args])
