@@ -13,6 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def clean_environment() -> dict[str, str]:
+    """Without what pytest-xdist leaves there: pytest-benchmark times nothing in its workers."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
@@ -26,7 +32,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         f"--rootdir={ROOT}",
         *arguments,
     ]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=clean_environment(), check=False)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.test_bench import clean_environment
 from tkernels._op import reference_ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def test_a_strangers_kernel_joins_the_suite_in_one_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.conftest", str(tmp_path / file), f"--benchmark-json={out}"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}"], cwd=ROOT,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, text=True, env=clean_environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     import json
