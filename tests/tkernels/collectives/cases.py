@@ -178,7 +178,7 @@ def views_by_offset_and_row_stride(at: Rank) -> None:
         lambda x: x[::2],
         lambda x: x.view(2, 3, 64)[:, :, 8:24].reshape(2, 3, 16),
     ]
-    for number, cut in enumerate(cuts):
+    for number, cut in enumerate(cuts if GPU or at.world == 2 else cuts[2:4]):
         for kind in ("one_shot", "two_shot"):
             with forced(kind):
                 out = C.all_reduce(cut(base[at.rank]), at.group)
@@ -315,7 +315,7 @@ def fused_norm_agrees_with_the_plain_sum_bit_for_bit(at: Rank) -> None:
             norm.plan_fused = before
 
 
-@case
+@small_case
 def fused_norm_of_views_and_of_no_rows(at: Rank) -> None:
     xs = at.inputs((3, 96), torch.bfloat16, 11)
     residual, weight = torch.randn(3, 64).to(torch.bfloat16), torch.rand(65).to(torch.bfloat16)
