@@ -71,6 +71,7 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callabl
             pytest.skip(f"{peer}: absent, {absent}")
         if case not in _measured:
             _measured.clear()  # one case's tensors at a time
+            torch._dynamo.reset()  # or Dynamo refuses the ninth shape of a function that a suite compiles case by case
             try:
                 problem = build()
             except Exception as failure:

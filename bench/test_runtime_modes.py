@@ -21,7 +21,7 @@ from runtime.model import random_model
 from runtime.runner import DYNAMIC, PAD
 from tkernels._op import reference_ops
 
-BATCHES = sizes([1, 8, 64, 256], [2])
+BATCHES = sizes([1, 4, 16, 64, 256], [2])
 (CONTEXT,) = sizes([1024], [48])
 MODES = ("eager", "piecewise", "full", "auto")
 BACKENDS = sizes(["eager", "inductor"], ["eager"])
