@@ -28,6 +28,7 @@ from tkernels import collectives
 from tkernels.collectives.group import find
 
 _MAX_BYTES = 16 << 20  # the longest all-reduce of one launch: 2048 tokens of hidden 4096 in bf16
+_TIMEOUT_S = 120.0  # at the start-up one rank may compile its pieces that much longer than another
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def join(config: RuntimeConfig) -> TensorParallel | None:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
     mesh = dist.init_device_mesh("cuda" if on_gpu else "cpu", (world,), mesh_dim_names=("tp",))
-    group = collectives.init_group(mesh["tp"], max_bytes=_MAX_BYTES)
+    group = collectives.init_group(mesh["tp"], _MAX_BYTES, _TIMEOUT_S)
     meetings = find(group).meetings
     assert meetings is not None
     ranks.agree_through(lambda value: max(map(float, meetings.exchange("a shared decision", repr(float(value)), 600.0))))
