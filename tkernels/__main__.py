@@ -26,14 +26,32 @@ def info() -> None:
         "Triton kernels" if device.type == "cuda" or INTERPRETED else "PyTorch references (set TRITON_INTERPRET=1 to interpret the kernels)"
     )
     print(f"ops run {runs}")
-    folder = Path(__file__).parent / "tables"
-    for path in sorted(folder.glob("*.json")):
-        applies = path.stem.endswith(target.arch)
-        print(
-            f"table   {path.name}: {len(json.loads(path.read_text())['entries'])} entries, {'applies' if applies else 'for another device'}"
-        )
-    if not any(path.stem.endswith(target.arch) for path in folder.glob("*.json")):
-        print(f"table   none for {target.arch}: cuBLAS and heuristics are used; `python -m tkernels tune` makes one")
+    print(f"ops     {', '.join(sorted(_ops()))}")
+    for name, archs in _tables().items():
+        others = ", ".join(f"{arch} ({count} entries)" for arch, count in archs.items() if arch != target.arch)
+        if target.arch in archs:
+            print(f"table   {name}: {archs[target.arch]} entries for {target.arch}, in use")
+        else:
+            print(f"table   {name}: none for {target.arch}, a heuristic chooses; there are: {others}")
+
+
+def _ops() -> list[str]:
+    """Names of the registered ops."""
+    names = torch._C._dispatch_get_all_op_names()
+    return [name.removeprefix("tkernels::") for name in names if name.startswith("tkernels::") and "." not in name]
+
+
+def _tables() -> dict[str, dict[str, int]]:
+    """Table → architecture → entries."""
+    found: dict[str, dict[str, int]] = {}
+    for path in sorted((Path(__file__).parent / "tables").glob("*.json")):
+        data = json.loads(path.read_text())
+        if "entries" in data:  # one file per architecture, as `tune` writes them
+            name, _, arch = path.stem.partition("_")
+            found.setdefault(name, {})[arch] = len(data["entries"])
+        else:
+            found[path.stem] = {arch: sum(map(len, kernels.values())) for arch, kernels in data.items()}
+    return found
 
 
 def _shape(text: str) -> tuning.Shape:
