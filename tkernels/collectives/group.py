@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class Communicator:
         """Raise CollectiveError if a launch of this group has failed, as far as the device has said so; does not wait for it."""
         if self.failed:
             raise CollectiveError(self.failed)
-        if self.workspace is None or not self._report[:3].any():
+        if self.workspace is None or not (self._report[0] or self._report[1] or self._report[2]):
             return
         self.failed = (
             f"group {self.name}: {self._failure()}. What it computed since then is NaN or wrong; destroy_group and init_group on all ranks"
@@ -107,19 +107,14 @@ class Communicator:
         )
         self._met.add(key)
 
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Around a launch: refuse a failed group; order calls made from different streams. In a graph only the device can see an
-        overlap, and reports it."""
-        self.check()
+    def order_streams(self) -> None:
+        """Before a launch: a stream other than the last one's waits for it. In a graph only the device can see an overlap, and
+        reports it."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        yield
-        if self.device.type == "cpu":
-            self.check()
 
 
 def init_group(group: Group = None, max_bytes: int = 16 << 20, timeout_s: float = 30.0) -> str:

@@ -42,8 +42,11 @@ def launch(group: Communicator, op: int, plan: Launch, kernel: Any, tensors: tup
                 kernel.warmup(*args, grid=(plan.grid,), **{**fixed, "LAYOUT": each, **out})
 
     group.meet((kernel.__name__, str(tensors[0].dtype), plan.lanes, key), compile_kernel)
-    with group.launching():
-        kernel[(plan.grid,)](*args, LAYOUT=layout, **fixed)
+    group.check()
+    group.order_streams()
+    kernel[(plan.grid,)](*args, LAYOUT=layout, **fixed)
+    if group.device.type == "cpu":
+        group.check()  # the interpreter has finished
 
 
 def check_tensor(name: str, x: torch.Tensor, group: Communicator) -> None:
