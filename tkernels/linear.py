@@ -46,7 +46,7 @@ def linear_ref(
     """The oracle: the single steps one after another."""
     y = F.linear(x if norm_weight is None else rms_norm_ref(x, norm_weight, eps), weight, bias)
     y = silu_and_mul_ref(y) if gated else y
-    return y if residual is None else residual + y
+    return y if residual is None else y + residual  # y first: its strides are the result's
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _vector_kernel(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
-    up_ptrs = w_ptrs + n.to(tl.int64) * stride_wn
+    up_ptrs = w_ptrs + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
     mask_n = (offs_n < n)[:, None]
     mask_m = (offs_m < rows)[:, None]
@@ -166,7 +166,7 @@ def _matrix_kernel(
     mask_n = offs_n < n
     mask_m = offs_m < rows
     w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
-    up_rows = w_rows + n.to(tl.int64) * stride_wn
+    up_rows = w_rows + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
     x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
     k_begin = 0
     k_end = k_total
@@ -243,9 +243,11 @@ _MAX_ARRIVALS = 4096  # programs along n of a launch with splits
 
 
 def _zeroed_arrivals(device: torch.device) -> torch.Tensor:
-    """Counters that are zero between launches. One set a stream, so launches that may overlap never share one.
+    """Counters that are zero between launches. One set a stream, never freed, so launches of different streams share none.
 
-    First asked for during a capture, they are made in the graph, which then clears them at every replay.
+    A graph keeps the set of the stream that it was captured on: graphs captured on one stream must not be replayed at the same
+    time (with the runtime's they cannot be, nor can graphs that share a pool). First asked for during a capture, the counters
+    are made in the graph, which then clears them before every use: right, but a node more for each launch.
     """
     if device.type != "cuda":
         return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
@@ -321,10 +323,11 @@ def launch(
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    gated: bool,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
 ) -> None:
     _checks.check_float("x", x)
     if weight.dim() != 2:
@@ -338,13 +341,17 @@ def _check(
     if bias is not None:
         _checks.check_shape("bias", bias, (weight.shape[0],), "like weight's first dimension")
         _checks.check_dtype("bias", bias, x.dtype, "like x")
+        _checks.check_device("bias", bias, x, "x")
     if norm_weight is not None:
         _checks.check_shape("norm_weight", norm_weight, (weight.shape[1],), "like x's last dimension")
         _checks.check_float("norm_weight", norm_weight)
+        _checks.check_last_stride("norm_weight", norm_weight)
+        _checks.check_device("norm_weight", norm_weight, x, "x")
     if residual is not None:
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         _checks.check_shape("residual", residual, (*x.shape[:-1], outputs), "like the output")
         _checks.check_dtype("residual", residual, x.dtype, "like x")
+        _checks.check_device("residual", residual, x, "x")
 
 
 def _streamable(*tensors: torch.Tensor | None) -> bool:
@@ -364,7 +371,7 @@ def _linear(
     _check(x, weight, bias, norm_weight, residual, gated)
     n, k = weight.shape
     rows = x.numel() // k if k else 0
-    if 0 < rows <= MAX_ROWS and _streamable(x, weight, residual):
+    if 0 < rows <= MAX_ROWS and _streamable(x, weight, bias, residual):
         target = target_of(x.device)
         suffix = "gated" if gated else "plain"
         if norm_weight is not None:
@@ -385,7 +392,7 @@ def _linear(
         return torch.addmm(residual, x, weight.t())  # cuBLAS adds the residual before it rounds
     y = F.linear(x, weight, bias)
     y = silu_and_mul(y) if gated else y
-    return y if residual is None else residual + y
+    return y if residual is None else y + residual  # y first: its strides are the result's
 
 
 def _fake(
@@ -404,7 +411,7 @@ _linear_op = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, Tensor? residual=None, bool gated=False, "
     "float eps=1e-6) -> Tensor",
     kernel=_linear,
-    reference=linear_ref,
+    reference=_checks.checked(_check, linear_ref),
     fake=_fake,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,34 @@ def test_errors_name_the_argument(device):
         linear(x, weight, gated=True)
     with pytest.raises(ValueError, match=r"residual: expected \[2, 7\] like the output, got \[2, 8\]"):
         linear(x, weight, residual=torch.randn(2, 8, device=device))
+
+
+def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of at most 64 rows finds a tile."""
+    monkeypatch.setattr(sys.modules["tkernels.linear"], "choose", lambda *_: TILES[2])  # the attribute of that name is the function
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+def test_a_strided_bias_is_read_by_its_stride(device, monkeypatch, stride):
+    _forced(monkeypatch)
+    x, weight = torch.randn(2, 32, device=device).bfloat16(), torch.randn(24, 32, device=device).bfloat16()
+    bias = torch.randn(48, device=device).bfloat16().as_strided((24,), (stride,))
+    assert torch.equal(linear(x, weight, bias), linear(x, weight, bias.contiguous()))
+
+
+def test_a_strided_norm_weight_is_refused(device, monkeypatch):
+    _forced(monkeypatch)
+    x, weight = torch.randn(2, 32, device=device).bfloat16(), torch.randn(24, 32, device=device).bfloat16()
+    with pytest.raises(ValueError, match="norm_weight: expected last stride 1"):
+        linear(x, weight, norm_weight=torch.randn(64, device=device).bfloat16()[::2])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_b073_a_transposed_residual_leaves_the_result_contiguous(device, gated):
+    x, weight, bias = torch.randn(3, 32, device=device), torch.randn(24, 32, device=device), torch.randn(24, device=device)
+    residual = torch.randn(12 if gated else 24, 3, device=device).t()
+    for y in (linear(x, weight, bias, residual=residual, gated=gated), linear_ref(x, weight, bias, None, residual, gated)):
+        assert y.is_contiguous()
 
 
 def test_the_choice_depends_on_the_shape_only():
