@@ -201,7 +201,7 @@ class Arena:
             tail[...] = fill
         staged.target.copy_(staged.source, non_blocking=True)
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         self._turn ^= 1
         for name in layout.used:  # past the padded rows now lies what the staging buffer held there
             self._dirty[name] = _UNKNOWN

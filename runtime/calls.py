@@ -44,6 +44,11 @@ def illegal_shape(key: KeySteps, call: Call) -> str:
     return ""
 
 
+def illegal_state(device: torch.device) -> str:
+    """Why no graph may serve a call in the caller's present modes, or ""."""
+    return "torch.autocast is on, and graphs are captured without it" if torch.is_autocast_enabled(device.type) else ""
+
+
 def illegal_memory(key: KeySteps, tensors: Mapping[str, torch.Tensor]) -> str:
     """Why no graph of this key may serve a call with tensors in this memory, or ""."""
     if key.writes_arguments:
@@ -70,6 +75,7 @@ def replay(
     borrow: bool,
 ) -> Any:
     """Run a captured step on a call's tensors and hand out its real rows."""
+    steps.pool.follow()
     values = tensors if not key.static else {n: t for n, t in tensors.items() if n in key.specs}
     views = key.arena.load(values, real, captured.padded)
     if poison:

@@ -91,6 +91,9 @@ class EmulatedPool:
     def perturb(self) -> object:
         return [torch.full((1 << power,), 0xA5, dtype=torch.uint8) for power in range(6, 21)]
 
+    def follow(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

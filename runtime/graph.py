@@ -62,6 +62,7 @@ class Pool(Protocol):
     def session(self, collect: bool = True) -> AbstractContextManager[None]:
         """Where captures happen: capture stream current, garbage collector frozen. Restored on leaving, also by an error.
 
+        One at a time in the process. On leaving, the device is done with what the session ran.
         collect: free garbage and cached memory first, which takes a good part of a second; not for captures between steps.
         """
 
@@ -76,6 +77,9 @@ class Pool(Protocol):
     def perturb(self) -> object:
         """Make the eager allocator hand out other addresses for as long as the returned object lives."""
 
+    def follow(self) -> None:
+        """Call before a step's inputs are filled: they and the graphs are one memory, so steps on several streams must take turns."""
+
     def synchronize(self) -> None: ...
 
     def reset(self) -> None:
@@ -83,6 +87,7 @@ class Pool(Protocol):
 
 
 _current = threading.local()
+_one_session = threading.RLock()
 
 
 @contextmanager
@@ -110,21 +115,22 @@ def frozen_gc(collect: bool) -> Iterator[None]:
     """No garbage collector until the end. collect: one collection before, so that garbage holds no device memory meanwhile.
 
     A collection inside a capture can finalise a compiled kernel, and unloading its module is not allowed there. One per capture
-    would dominate start-up, so there is one in all.
+    would dominate start-up, so there is one in all. Sessions of other threads wait: collector and capture stream are the process's.
     """
-    enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0  # a user's own freeze must not be undone by ours
-    if collect:
-        gc.collect()
-    if freeze:
-        gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
+    with _one_session:
+        enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0  # a user's own freeze must not be undone by ours
+        if collect:
+            gc.collect()
         if freeze:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
+            gc.freeze()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if freeze:
+                gc.unfreeze()
+            if enabled:
+                gc.enable()
 
 
 class CudaGraph:
@@ -155,17 +161,14 @@ class CudaGraph:
         graph, self._graph = self._graph, None
         if graph is None:
             return
-        try:
-            with warnings.catch_warnings():
+        if not _has_ended(graph):  # else the capture was good, and died of its instantiation or its first run
+            with suppress(RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 graph.capture_end()
-        except RuntimeError:
-            # An invalidated capture makes capture_end raise before it hands the allocator back, and leaves its hold on the pool.
-            device = self._pool.device.index
-            for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                with suppress(RuntimeError):
-                    give_back(device, self._pool.handle)
-        graph.reset()
+        if _has_ended(graph):
+            graph.reset()
+        else:
+            self._pool.give_up(graph)
 
     def replay(self) -> None:
         if self._graph is None:
@@ -191,35 +194,80 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether it holds a finished capture, and so gives its hold on the pool back by itself. Only ``pool`` tells."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _empty_capture(handle: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is empty
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        graph.capture_end()
+    return graph
+
+
+_dead: list[torch.cuda.CUDAGraph] = []  # the pinned-memory allocator keeps a pointer to a graph whose capture never ended
+
+
 class CudaPool:
     """One memory pool for all graphs of a module, captured on the device's one capture stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.handle = torch.cuda.graph_pool_handle()
+        self._handles = {tuple(self.handle)}
+        self._keeper: torch.cuda.CUDAGraph | None = None
         self._stream = _capture_stream(self.device)
+        self._last: torch.cuda.Stream | None = None  # where the newest step was put
         self._ranges: list[tuple[int, int]] = []
 
     def graph(self) -> CudaGraph:
+        if self._keeper is None:  # the allocator refuses to capture into a pool whose graphs have all been reset; this one never is
+            self._keeper = _empty_capture(self.handle)
         return CudaGraph(self)
+
+    def give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Clean up after a capture that the device has invalidated: ``capture_end`` raises before it gives anything back."""
+        for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):
+                give_back(self.device.index, self.handle)
+        graph.reset()
+        _dead.append(graph)
+        # The pinned-memory allocator goes on recording into this pool, so later captures take another. Until one has ended well,
+        # torch's generator believes that it is being captured and refuses to draw: the new keeper's capture frees it.
+        self._new_handle()
+        self._keeper = _empty_capture(self.handle)
+        torch.cuda.empty_cache()
+
+    def _new_handle(self) -> None:
+        if self._keeper is not None:
+            self._keeper.reset()
+            self._keeper = None
+        self.handle = torch.cuda.graph_pool_handle()
+        self._handles.add(tuple(self.handle))
+        self._ranges = []
 
     @contextmanager
     def session(self, collect: bool = True) -> Iterator[None]:
-        outer = torch.cuda.current_stream(self.device)
         with frozen_gc(collect):
             torch.cuda.synchronize(self.device)
             if collect:
                 torch.cuda.empty_cache()  # once here, not once a graph as torch.cuda.graph does
             self._ranges = []
-            self._stream.wait_stream(outer)
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                     yield
             finally:
-                outer.wait_stream(self._stream)
+                self._stream.synchronize()  # the next step may come on any stream
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(self.handle)]
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._handles]
 
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in self._segments())
@@ -238,12 +286,20 @@ class CudaPool:
         # one block for each size class of the caching allocator up to 32 MiB: what is freed after capture is taken again by these
         return [torch.full((1 << power,), 0xA5, dtype=torch.uint8, device=self.device) for power in range(9, 26)]
 
+    def follow(self) -> None:
+        if self._last is None or self._last.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
+            stream = torch.cuda.current_stream(self.device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last = stream
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
         torch.cuda.synchronize(self.device)
-        self.handle = torch.cuda.graph_pool_handle()
+        self._handles.clear()
+        self._new_handle()
         torch.cuda.empty_cache()
 
 

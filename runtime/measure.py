@@ -55,10 +55,11 @@ def _clock_ms(run: Callable[[], object], device: torch.device) -> float:
 
 def _event_ms(run: Callable[[], object], device: torch.device) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
-    start.record()
+    start.record(stream)
     run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     return start.elapsed_time(end)
 
