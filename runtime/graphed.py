@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
-from runtime.calls import Route, illegal_memory, illegal_shape, replay
+from runtime.calls import Route, illegal_memory, illegal_shape, illegal_state, replay
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
@@ -214,7 +214,7 @@ class GraphedModule(torch.nn.Module):
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with self._lock, torch.no_grad():  # calls of several threads take turns: they fill the same input buffers
             if self._steps is None:
                 if self._binding.read(args, kwargs).sizes[self._binding.token] == 0:
                     return self.module(*args, **kwargs)
@@ -225,6 +225,7 @@ class GraphedModule(torch.nn.Module):
             key, illegal = route.key, route.illegal
             if key is not None and not illegal and (key.static or key.writes_arguments):
                 illegal = illegal_memory(key, tensors)
+            illegal = illegal or illegal_state(steps.device)
             decision = dispatcher.dispatch(route.text, route.sizes, illegal)
             if key is None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
@@ -261,7 +262,8 @@ class GraphedModule(torch.nn.Module):
     def _run_eager(self, key: KeySteps, tensors: Mapping[str, torch.Tensor], illegal: str) -> Any:
         """What was timed as eager: the callable that the graphs were captured from. The module, where that is not made for the call."""
         device = key.arena.device
-        tensors = {n: t if t.device == device else t.to(device, non_blocking=True) for n, t in tensors.items()}
+        # From pinned memory a copy would still be reading when the caller, who has not asked for that, writes the next step into it.
+        tensors = {n: t if t.device == device else t.to(device, non_blocking=not t.is_pinned()) for n, t in tensors.items()}
         return key.module_call(tensors) if illegal else key.eager(tensors)
 
     # -- changes --------------------------------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ class GraphedModule(torch.nn.Module):
         if self._steps is None or self._dispatcher is None:
             raise RuntimeError("explain: nothing is captured yet; call warmup first")
         key = self._steps.keys.get(call.host)
-        illegal = "" if key is None else illegal_shape(key, call) or illegal_memory(key, call.tensors)
+        illegal = "" if key is None else illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device)
         return self._dispatcher.decide(key_text(call.host), call.sizes, illegal)
 
     def addresses(self) -> dict[str, list[Address]]:

@@ -91,6 +91,7 @@ def _check_device_has(dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"dtype: fp8_e4m3 needs an sm_89 or newer GPU, this one ({device}) is {target.arch}; use bfloat16 or float16")
 
 
+@torch.inference_mode(False)  # what is made in inference mode can be written in inference mode only
 def load_model(
     path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", parallel: TensorParallel | None = None
 ) -> CausalLM:
@@ -139,6 +140,7 @@ def _make(spec: ModelSpec, device: torch.device | str, parallel: TensorParallel 
     return CausalLM(spec, device) if parallel is None else ParallelCausalLM(spec, parallel, device)
 
 
+@torch.inference_mode(False)
 def random_model(
     config: Mapping[str, Any] | ModelSpec,
     seed: int = 0,
@@ -167,6 +169,7 @@ def random_model(
     return model
 
 
+@torch.inference_mode(False)
 def allocate_cache(
     spec: ModelSpec, num_pages: int, page_size: int, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,29 @@ def resized(example: Call, steps: Steps, size: int) -> Call:
     return Call(tensors, example.host, real)
 
 
+@contextmanager
+def own_state(device: torch.device) -> Iterator[None]:
+    """Compilation, captures and timings do not depend on the caller's modes: no gradients, no inference tensors, no autocast."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def naming_inference_tensors(steps: Steps) -> Iterator[None]:
+    """A module that writes state which was made in inference mode runs in inference mode only; graphs run in either."""
+    try:
+        yield
+    except RuntimeError as error:
+        made = [name for name, t in steps.persistent.tensors().items() if t.is_inference()]
+        made += [name for key in steps.keys.values() for name, t in key.static.items() if t.is_inference()]
+        if "inference tensor" not in str(error) or not made:
+            raise
+        raise ValueError(
+            f"{made[0]}: expected a normal tensor, got one made under torch.inference_mode(), and the module writes such tensors; "
+            f"make the module and its caches outside of it, or inside of torch.inference_mode(False) (so made: {', '.join(made[:8])})"
+        ) from error
+
+
 Job = tuple[KeySteps, str, int]
 """A step to capture: key, mode, size."""
 
@@ -72,7 +95,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     steps.replays += 1  # captures run graphs: what was borrowed before is no longer safe
     budget, held = steps.config.graph.memory_budget, steps.graph_bytes
     full = ""
-    with torch.inference_mode(False), torch.no_grad(), steps.pool.session(collect=not between_steps), ExitStack() as state:
+    with own_state(steps.device), steps.pool.session(collect=not between_steps), ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
             steps.find_written(key, min(size for k, _, size in order if k is key))
             state.enter_context(kept(key.written))
@@ -115,7 +138,7 @@ def measure_all(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, 
     jobs = [(steps.keys[host], size) for host, list_ in sizes.items() for size in sorted(list_)]
     table = dispatcher.table
     steps.replays += 1
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as state:
+    with own_state(steps.device), ExitStack() as state:
         for key in dict.fromkeys(key for key, _ in jobs):
             state.enter_context(kept(key.written))
         for done, (key, size) in enumerate(jobs):
@@ -159,7 +182,8 @@ def measure_regret(steps: Steps, dispatcher: Dispatcher, key: KeySteps, sizes: I
     picks: dict[int, tuple[str, int]] = {}
     measured: dict[int, dict[tuple[str, int], float]] = {}
     steps.replays += 1
-    with torch.inference_mode(False), torch.no_grad(), kept(key.written):
+    steps.pool.synchronize()  # steps may be under way on other streams
+    with own_state(steps.device), kept(key.written):
         for n in sizes:
             call = key.representative(n)
             if call is None:
@@ -218,14 +242,15 @@ def warm_up(
     start = time.perf_counter()
     todo: list[Job] = []
     measured: dict[KeySteps_, list[int]] = {}
-    for example, representative in representatives:
-        key = steps.keys.get(example.host) or steps.add_key(example, representative, max_tokens)
-        key.representative = representative
-        usable = {size for list_ in sizes.values() for size in list_ if representative(size) is not None}
-        if steps.config.graph.capture == "warmup":
-            todo += [(key, mode, s) for mode, list_ in sizes.items() for s in list_ if s in usable and (mode, s) not in key.captured]
-        measured[key.host] = sorted(usable)
-    capture_all(steps, todo, progress)
+    with own_state(steps.device), naming_inference_tensors(steps):
+        for example, representative in representatives:
+            key = steps.keys.get(example.host) or steps.add_key(example, representative, max_tokens)
+            key.representative = representative
+            usable = {size for list_ in sizes.values() for size in list_ if representative(size) is not None}
+            if steps.config.graph.capture == "warmup":
+                todo += [(key, mode, s) for mode, list_ in sizes.items() for s in list_ if s in usable and (mode, s) not in key.captured]
+            measured[key.host] = sorted(usable)
+        capture_all(steps, todo, progress)
     publish(steps, dispatcher)
     middle = time.perf_counter()
     measure_all(steps, dispatcher, measured, progress)

@@ -1,0 +1,152 @@
+"""The caller's modes of torch: inference mode, autocast, threads. None of them may change a result or stop a step."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import graph_toys as toys
+import pytest
+import tiny
+import torch
+from graph_toys import level_costs, make
+from torch import nn
+
+from runtime.engine import Engine
+from runtime.model import allocate_cache, random_model
+from runtime.request import SamplingParams
+from runtime.runner import StepModule
+
+
+class Counter(nn.Module):
+    """Writes its own state, as a cache is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(1)
+        return x * 2
+
+
+@pytest.mark.parametrize("inside", ["module", "warmup", "call", "module and warmup"])
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_inference_mode_anywhere(device: torch.device, inside: str, mode: str) -> None:
+    def mode_of(what: str) -> torch.inference_mode | nullcontext[None]:
+        return torch.inference_mode() if what in inside.split(" and ") else nullcontext()
+
+    with mode_of("module"):
+        module = toys.Layers().to(device)
+    fast = make(module, mode=mode, on_capture_error="raise")
+    with mode_of("warmup"):
+        fast.warmup(*toys.step(8, device))
+    level_costs(fast)
+    args = toys.step(3, device)
+    with torch.no_grad():
+        want = module(*args)
+    with mode_of("call"):
+        got = fast(*args)
+    assert torch.allclose(got, want, atol=1e-5) and sum(fast.stats()["steps"][mode].values()) == 1
+
+
+def test_state_made_in_inference_mode_and_written_by_the_module_is_named(device: torch.device) -> None:
+    with torch.inference_mode():
+        fast = make(Counter().to(device), {"x": 0}, mode="full")
+        with pytest.raises(ValueError, match=r"total: expected a normal tensor, got one made under torch.inference_mode\(\)"):
+            fast.warmup(torch.rand(8, device=device))
+    with torch.inference_mode(False):
+        fast = make(Counter().to(device), {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, device=device))
+    x = torch.rand(4, device=device)
+    for context in (torch.inference_mode(), nullcontext()):
+        with context:
+            assert torch.equal(fast(x), x * 2)
+
+
+def test_models_and_caches_made_in_inference_mode_are_normal_tensors() -> None:
+    with torch.inference_mode():
+        model = random_model(tiny.CONFIG)
+        made = [*model.parameters(), *model.buffers(), *(t for pair in allocate_cache(model.spec, 2, 4) for t in pair)]
+        made += StepModule(model, 2).buffers()
+    assert not [t for t in made if t.is_inference()]
+
+
+@pytest.mark.parametrize("inside", ["engine", "generate"])
+def test_an_engine_made_in_inference_mode_runs_outside_it_and_the_reverse(inside: str) -> None:
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3)
+    config = {"graph": {"max_tokens": 8, "capture_sizes": [2]}, "compile": {"backend": "eager"}, "scheduler": {"max_num_seqs": 2},
+              "cache": {"num_pages": 16, "page_size": 4}}  # fmt: skip
+    want = [c.token_ids for c in Engine(random_model(tiny.CONFIG), config).generate(prompts, params)]
+    with torch.inference_mode() if inside == "engine" else nullcontext():
+        engine = Engine(random_model(tiny.CONFIG), config)
+    with torch.inference_mode() if inside == "generate" else nullcontext():
+        assert [c.token_ids for c in engine.generate(prompts, params)] == want
+
+
+@pytest.mark.parametrize("first", ["warmup in autocast", "warmup outside"])
+def test_autocast_gives_the_modules_own_result(device: torch.device, first: str) -> None:
+    module = toys.Layers().to(device)
+    fast = make(module, mode="full", on_capture_error="raise")
+    args = toys.step(4, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.no_grad():
+        if first == "warmup outside":
+            with torch.autocast(device.type, enabled=False):
+                fast.warmup(*args)
+        got, want = fast(*args), module(*args)
+        assert torch.equal(got, want) and "autocast" in fast.explain(*args).reason
+    level_costs(fast)
+    got = fast(*args)
+    assert torch.allclose(got, module(*args), atol=1e-5) and not torch.equal(got, want.float())
+    assert sum(fast.stats()["steps"]["full"].values()) == 1
+
+
+def test_threads_take_turns(device: torch.device) -> None:
+    """Each thread has its own input and must get its own result, though both fill one set of input buffers."""
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):
+                x = x + 1
+            return x
+
+    fast = make(Slow().to(device), {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.zeros(8, device=device))
+    level_costs(fast)
+    wrong: list[torch.Tensor] = []
+
+    def calls(value: float) -> None:
+        x = torch.full((8,), value, device=device)
+        for _ in range(60):
+            y = fast(x)
+            if not torch.equal(y, x + 20):
+                wrong.append(y)
+
+    threads = [threading.Thread(target=calls, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_modules_warm_up_in_two_threads(device: torch.device) -> None:
+    modules = [toys.Layers().to(device) for _ in range(2)]
+    fast = [make(m, mode="full", on_capture_error="raise") for m in modules]
+    errors: list[BaseException] = []
+
+    def warm_up(i: int) -> None:
+        try:
+            fast[i].warmup(*toys.step(8, device))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=warm_up, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    args = toys.step(4, device)
+    for f, m in zip(fast, modules, strict=True):
+        assert torch.allclose(f(*args), m(*args), atol=1e-5)
