@@ -74,7 +74,10 @@ class EagerCall:
 
 @dataclass
 class CapturedStep:
-    """A captured step. ``replay()`` runs it; ``output`` then holds the results, at addresses that never change."""
+    """A captured step. ``replay()`` runs it; ``output`` then holds the results, at addresses that never change.
+
+    Memory of the pool in ``output`` is lent: it is good while the step is, and until another graph of the pool runs.
+    """
 
     segments: list[Graph | EagerCall]
     output: Any
@@ -99,7 +102,7 @@ class CapturedStep:
     def reset(self) -> None:
         for graph in self.graphs:
             graph.reset()
-        self.replay = _gone
+        self.output, self.replay = None, _gone
 
     def verified(self) -> None:
         self.addresses = [replace(a, verified=True) for a in self.addresses]
@@ -311,6 +314,8 @@ class _Capture:
             self.written[origin.producer] = self.persistent[origin.producer]
 
     def finish(self, output: Any) -> CapturedStep:
+        # Whoever hands the output out copies it before the next replay, so graphs captured later may use its memory.
+        output = tree_map_only(torch.Tensor, lambda t: self.pool.weak(t) if type(t) is torch.Tensor and self.pool.owns(t) else t, output)
         nbytes = sum(s.nbytes for s in self.segments if not isinstance(s, EagerCall)) + self.copied_bytes
         return CapturedStep(
             self.segments, output, list(self.addresses.values()), nbytes, frozenset(self.mutated), self.persistent, self.written

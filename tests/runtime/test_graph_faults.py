@@ -243,6 +243,27 @@ def test_b016_the_proof_sees_an_address_that_nobody_refills(device: torch.device
         prove(step, key.call, [given], key.arena, key.dims, steps.pool, "piecewise at size 4")
 
 
+def test_b060_the_outputs_of_all_sizes_share_memory(device: torch.device) -> None:
+    """Logits are the largest tensor of many models: one buffer for each size would cost more than the graphs."""
+
+    class Head(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, None] * torch.ones(1, 1 << 18, device=x.device)
+
+    taken = {}
+    for sizes in ([8], [1, 2, 3, 4, 5, 6, 7, 8]):
+        fast = make(Head(), {"x": 0}, mode="full", capture_sizes=sizes, max_num_seqs=8, on_capture_error="raise")
+        fast.warmup(torch.rand(8, device=device))
+        taken[len(sizes)] = fast.stats()["graph_bytes"]
+    assert taken[8] <= 1.25 * taken[1]
+    level_costs(fast)
+    kept = []
+    for n in (8, 1, 5, 8, 3):
+        x = torch.rand(n, device=device)
+        kept.append((fast(x), x[:, None].expand(n, 1 << 18)))
+    assert all(torch.equal(got, want) for got, want in kept) and sum(fast.stats()["steps"]["full"].values()) == 5
+
+
 def test_b021_an_output_keeps_its_values_over_the_next_replay(device: torch.device) -> None:
     module = toys.Layers().to(device)
     fast = make(module, mode="full")
