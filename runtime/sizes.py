@@ -65,8 +65,6 @@ def capture_sizes(
         return [], "graph.capture_sizes = []: graphs are off"
     clipped = sorted({n for n in sizes if n > max_tokens})
     remark = f"graph.capture_sizes: {clipped} left out, they are above graph.max_tokens = {max_tokens}" if clipped else ""
-    if len(clipped) == len(set(sizes)):
-        return [], f"{remark}; nothing is left, so graphs are off"
     return sorted({n for n in sizes if n <= max_tokens} | required), remark
 
 

@@ -28,9 +28,9 @@ def test_b045_empty_list_turns_graphs_off_and_says_so() -> None:
     assert chosen == [] and "graphs are off" in remark
 
 
-def test_b045_list_that_is_empty_after_clipping_turns_graphs_off_and_says_so() -> None:
-    chosen, remark = capture_sizes([96], max_tokens=64, max_num_seqs=40)
-    assert chosen == [] and "[96]" in remark and "graphs are off" in remark
+def test_b045_list_that_is_empty_after_clipping_leaves_the_maximum_and_the_request_limit_and_says_so() -> None:
+    chosen, remark = capture_sizes([96, 80], max_tokens=64, max_num_seqs=40)
+    assert chosen == [40, 64] and "[80, 96] left out" in remark
 
 
 @pytest.mark.parametrize("bad", [[-1], [0], [True], [2.5], ["8"]])
