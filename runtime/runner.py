@@ -55,7 +55,8 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         device = model.embed_tokens.device
-        self.register_buffer("last_tokens", torch.zeros(max_num_seqs, dtype=torch.int64, device=device), persistent=False)
+        with torch.inference_mode(False):  # it is written in steps, which may be outside of inference mode
+            self.register_buffer("last_tokens", torch.zeros(max_num_seqs, dtype=torch.int64, device=device), persistent=False)
 
     def forward(
         self,
@@ -175,7 +176,7 @@ class Runner:
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         return Launched(host, event)
 
     def read(self, launched: Launched) -> list[int]:
