@@ -13,7 +13,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, tl, triton
 from tkernels.quant import BLOCK, FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
 
 _SILU, _GELU, _GELU_TANH = "silu", "gelu", "gelu_tanh"
@@ -114,7 +114,7 @@ def launch(
     if y.numel():
         block_n, group = tile_of(width, BLOCK if block is None else block, _TILE)
         block_m = max(1, _TILE // block_n) if gate_rows.count > 1 else 1
-        _gated_kernel[(triton.cdiv(gate_rows.count, block_m) * triton.cdiv(width, block_n),)](
+        _gated_kernel[(cdiv(gate_rows.count, block_m) * cdiv(width, block_n),)](
             gate, up, y, scale if block is None else scales, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
             up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width, num_groups(width, block or 0),
             ACT=act, QUANT="dynamic" if block is not None else "none" if scale is None else "static", GROUP=group,

@@ -12,7 +12,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 
 _MAX_HIDDEN = 131072  # one program holds a row in registers: up to 32768 without spills, beyond that right but slower
 
@@ -69,9 +69,9 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.count:
         # Tile and warps follow from hidden alone: the order of the sums must not depend on how many rows are in the batch.
-        block_n = triton.next_power_of_2(hidden)
+        block_n = next_power_of_2(hidden)
         block_m = max(1, 1024 // block_n)
-        _layer_norm_kernel[(triton.cdiv(rows.count, block_m),)](
+        _layer_norm_kernel[(cdiv(rows.count, block_m),)](
             x, weight, bias, y, rows.inner, rows.stride_outer, rows.stride_inner, rows.count, hidden, eps,
             HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=min(32, max(2, block_n // 512)),
         )  # fmt: skip

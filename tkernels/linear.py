@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from tkernels import _checks
 from tkernels._op import define
 from tkernels._target import Target, target_of
-from tkernels._triton import cast, dot, tl, triton
+from tkernels._triton import cast, cdiv, dot, tl, triton
 from tkernels.activation import activate, silu_and_mul, silu_and_mul_ref
 from tkernels.rmsnorm import rms_norm, rms_norm_ref
 
@@ -301,7 +301,7 @@ def launch(
     n = y.shape[1]
     block_m = row_class(rows)
     even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
-    grid = (triton.cdiv(n, tile.block_n),)
+    grid = (cdiv(n, tile.block_n),)
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
     pointers, sizes = (x, norm_weight, weight, bias, residual, y), (rows, n, *strides, eps, k)
     flags = (norm_weight is not None, bias is not None, gated, residual is not None, even)

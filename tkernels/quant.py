@@ -12,7 +12,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -108,7 +108,7 @@ def _quantize_kernel(
 
 def tile_of(width: int, block: int, tile: int) -> tuple[int, int]:
     """Columns of a program and of a group, powers of two, for a row of ``width``: a group never spans two programs."""
-    row = triton.next_power_of_2(width)
+    row = next_power_of_2(width)
     if block == 0:
         return row, row
     return min(tile, max(row, 1)), min(block, row)
@@ -155,7 +155,7 @@ def _launch(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, block: int | 
     if rows.count:
         block_n, group = tile_of(width, BLOCK if block is None else block, _TILE)
         block_m = max(1, 1024 // block_n)
-        _quantize_kernel[(triton.cdiv(rows.count, block_m) * triton.cdiv(width, block_n),)](
+        _quantize_kernel[(cdiv(rows.count, block_m) * cdiv(width, block_n),)](
             x, y, scale, rows.inner, rows.stride_outer, rows.stride_inner, rows.count, width, num_groups(width, block or 0),
             DYNAMIC=block is not None, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=min(32, max(2, block_n // 512)),
         )  # fmt: skip

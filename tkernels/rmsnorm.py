@@ -13,7 +13,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
 
 _MAX_HIDDEN = 131072  # one program holds a row in registers: up to 32768 without spills, beyond that right but slower
@@ -34,7 +34,7 @@ def add_rms_norm_ref(
     return rms_norm_ref(total, weight, eps, weight_offset), total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "stride_ids"], do_not_specialize_on_alignment=["ids_ptr"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, ids_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr,
     x_inner, stride_xo, stride_xi, residual_inner, stride_ro, stride_ri, stride_ids,
@@ -123,9 +123,9 @@ def launch(
     scales = None if block is None else scales_like(y, hidden, block)
     if count:
         # Tile and warps follow from hidden alone: the order of the sum must not depend on how many rows are in the batch.
-        block_n = triton.next_power_of_2(hidden)
+        block_n = next_power_of_2(hidden)
         block_m = max(1, 1024 // block_n)
-        _rms_norm_kernel[(triton.cdiv(count, block_m),)](
+        _rms_norm_kernel[(cdiv(count, block_m),)](
             x, residual, ids, weight, y, total, scale if block is None else scales,
             x_rows.inner, x_rows.stride_outer, x_rows.stride_inner,
             residual_rows.inner, residual_rows.stride_outer, residual_rows.stride_inner, 0 if ids is None else ids.stride(-1),

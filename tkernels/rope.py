@@ -18,7 +18,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import FP8, divide, to_fp8, to_fp8_ref
 
 _CACHE_DTYPES = (*_checks.FLOATS, FP8)
@@ -145,7 +145,8 @@ def _load_scale(scale_ptr, heads, mask_heads, HAS_SCALE: tl.constexpr, PER_HEAD:
     return scale
 
 
-@triton.jit
+# One number a token is read from these, so a slice that starts or steps otherwise must not mean another compilation.
+@triton.jit(do_not_specialize=["stride_positions", "stride_slots"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr,
     positions_ptr, cos_sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr,
@@ -298,10 +299,10 @@ def _launch(
     num_kv_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = cos_sin.shape[1] // 2
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     # A function of the head_dim alone: the order of the norm's sum must not depend on how many tokens are in the batch.
     block_h = max(1, 1024 // block_d)
-    blocks = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    blocks = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
     write = k_cache is not None
     if tokens and blocks:
         cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3]) if write else (0,) * 6
@@ -311,7 +312,7 @@ def _launch(
             positions.stride(0), cos_sin.stride(0), slots.stride(0) if write else 0,
             num_heads, num_kv_heads, cos_sin.shape[0], k_cache.shape[0] * k_cache.shape[1] if write else 0, eps, weight_offset,
             PAGE_SIZE=max(k_cache.shape[1], 1) if write else 1, HEAD_DIM=head_dim, HALF=half, BLOCK_D=block_d,
-            BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_H=block_h,
+            BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_H=block_h,
             INTERLEAVED=interleaved, WRITE_CACHE=write, HAS_Q_WEIGHT=q_weight is not None, HAS_K_WEIGHT=k_weight is not None,
             HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
             K_SCALE_PER_HEAD=int(k_scale is not None and k_scale.numel() > 1),

@@ -27,7 +27,7 @@ import torch
 from tkernels import _checks
 from tkernels._op import define
 from tkernels._rng import log_exponential, log_exponential_ref
-from tkernels._triton import tl, triton
+from tkernels._triton import cdiv, next_power_of_2, tl, triton
 
 _RUN = 128  # columns that share a maximum: 16 threads × 16 bytes of bf16
 _RUNS = 8  # runs in a program of kernel 1: 8 elements a thread keep the random path at 56 registers
@@ -97,13 +97,17 @@ def _scaled(x, top, temperature):
     return tl.where(x == top, 0.0, (x - top) / temperature)
 
 
-@triton.jit
+# Scalars, one a row: nothing is gained from knowing that a caller's slice of them starts at a multiple of 16 bytes.
+_PER_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "seeds_ptr", "steps_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _runs_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, steps_ptr, top_ptr, extra_ptr, ids_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, steps_ptr, values_ptr, ids_ptr,
     stride_row, vocab, num_runs, RUNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Per run of RUN columns: its maximum; the id of its candidate; and, for random rows, the candidate's score or, for filtered
-    ones, the run's sum of probabilities, both relative to the run's maximum."""
+    ones, the run's sum of probabilities, both relative to the run's maximum. values is [rows, 2, runs]: maxima, then the others."""
     row = tl.program_id(0).to(tl.int64)
     runs = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     columns = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -114,18 +118,19 @@ def _runs_kernel(
     x = _load_logits(logits_ptr + row * stride_row + columns, mask)
     top = tl.max(x, 1)
     out = row * num_runs + runs
+    values = values_ptr + row * 2 * num_runs + runs
     mask_runs = runs < num_runs
-    tl.store(top_ptr + out, top, mask=mask_runs)
+    tl.store(values, top, mask=mask_runs)
     if temperature > 0:
         z = _scaled(x, top[:, None], temperature)
         if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
             mass = tl.where(mask & (x > -float("inf")), tl.exp(z), 0.0)
-            tl.store(extra_ptr + out, tl.sum(mass, 1), mask=mask_runs)
+            tl.store(values + num_runs, tl.sum(mass, 1), mask=mask_runs)
         else:
             score = z - log_exponential(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), columns)
             score = tl.where(mask & (x > -float("inf")), score, -float("inf"))
             best = tl.max(score, 1)
-            tl.store(extra_ptr + out, best, mask=mask_runs)
+            tl.store(values + num_runs, best, mask=mask_runs)
             tl.store(ids_ptr + out, tl.min(tl.where(score == best[:, None], columns, vocab), 1), mask=mask_runs)
     else:
         tl.store(ids_ptr + out, tl.min(tl.where(x == top[:, None], columns, vocab), 1), mask=mask_runs)
@@ -163,9 +168,9 @@ def _count_and_mass(
     return tl.sum(tl.sum(count, 1), 0), tl.sum(tl.sum(mass, 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _finish_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, steps_ptr, top_ptr, extra_ptr, ids_ptr, tokens_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, steps_ptr, values_ptr, ids_ptr, tokens_ptr,
     stride_row, vocab, num_runs, slack,
     SHIFT: tl.constexpr, BLOCK_RUNS: tl.constexpr, TILE_RUNS: tl.constexpr, DRAW_RUNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +182,8 @@ def _finish_kernel(
     runs = tl.arange(0, BLOCK_RUNS)
     mask_runs = runs < num_runs
     entries = row * num_runs + runs
-    tops = tl.load(top_ptr + entries, mask=mask_runs, other=-float("inf"))
+    values = values_ptr + row * 2 * num_runs + runs
+    tops = tl.load(values, mask=mask_runs, other=-float("inf"))
     top = tl.max(tops, 0)
     is_random = temperature > 0
     use_k = (top_k > 0) & (top_k < vocab)
@@ -202,7 +208,7 @@ def _finish_kernel(
                 low, high, count_low = tl.where(enough, middle, low), tl.where(enough, high, middle), tl.where(enough, count, count_low)
         else:
             maxima_mass = tl.where(live, tl.exp(relative), 0.0)
-            mass = tl.where(live, tl.load(extra_ptr + entries, mask=mask_runs, other=0.0) * tl.exp(relative), 0.0)
+            mass = tl.where(live, tl.load(values + num_runs, mask=mask_runs, other=0.0) * tl.exp(relative), 0.0)
             goal = top_p * (1.0 - slack) * tl.sum(mass, 0)
             while low + 1 < high:
                 middle = _middle(low, high)
@@ -276,7 +282,7 @@ def _finish_kernel(
     else:
         ids = tl.load(ids_ptr + entries, mask=mask_runs, other=vocab)
         if is_random:
-            score = tl.load(extra_ptr + entries, mask=mask_runs, other=-float("inf")) + _scaled(tops, top, temperature)
+            score = tl.load(values + num_runs, mask=mask_runs, other=-float("inf")) + _scaled(tops, top, temperature)
             score = tl.where(tops > -float("inf"), score, -float("inf"))
         else:
             score = tops
@@ -308,16 +314,16 @@ def _sample(
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        num_runs = triton.cdiv(vocab, _RUN)
-        block_runs = triton.next_power_of_2(num_runs)
-        values = torch.empty((2, rows, num_runs), dtype=torch.float32, device=logits.device)
+        num_runs = cdiv(vocab, _RUN)
+        block_runs = next_power_of_2(num_runs)
+        values = torch.empty((rows, 2, num_runs), dtype=torch.float32, device=logits.device)
         ids = torch.empty((rows, num_runs), dtype=torch.int32, device=logits.device)
-        _runs_kernel[(rows, triton.cdiv(num_runs, min(_RUNS, block_runs)))](
-            logits, temperature, top_k, top_p, seeds, steps, values[0], values[1], ids, logits.stride(0), vocab, num_runs,
+        _runs_kernel[(rows, cdiv(num_runs, min(_RUNS, block_runs)))](
+            logits, temperature, top_k, top_p, seeds, steps, values, ids, logits.stride(0), vocab, num_runs,
             RUNS=min(_RUNS, block_runs), RUN=_RUN, num_warps=4,
         )  # fmt: skip
         _finish_kernel[(rows,)](
-            logits, temperature, top_k, top_p, seeds, steps, values[0], values[1], ids, tokens, logits.stride(0), vocab, num_runs, _SLACK,
+            logits, temperature, top_k, top_p, seeds, steps, values, ids, tokens, logits.stride(0), vocab, num_runs, _SLACK,
             SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs,
             TILE_RUNS=min(_TILE_RUNS, block_runs), DRAW_RUNS=min(_TILE_RUNS // 2, block_runs), RUN=_RUN, num_warps=16,
         )  # fmt: skip

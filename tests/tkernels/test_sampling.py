@@ -364,3 +364,19 @@ def test_the_cpu_path_is_the_oracle_without_its_cost_for_greedy_rows() -> None:
         assert torch.equal(sampling._sample_on_cpu(*arguments), sample_ref(*arguments))
     empty = _arguments(logits[:0])
     assert sampling._sample_on_cpu(*empty).shape == (0,)
+
+
+def test_b066_alignment_of_the_scratch_does_not_depend_on_the_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Triton compiles anew for a pointer that is, or is no longer, a multiple of 16 bytes."""
+    pointers: list[int] = []
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: pointers.extend(a.data_ptr() for a in args if isinstance(a, torch.Tensor))
+
+    monkeypatch.setattr(sampling, "_runs_kernel", Spy())
+    monkeypatch.setattr(sampling, "_finish_kernel", Spy())
+    for rows in (1, 2, 3):
+        tkernels.sample(*_arguments(torch.zeros(rows, 300, device=device)))
+    assert len(pointers) == 3 * (8 + 9)
+    assert not [p for p in pointers if p % 16]
