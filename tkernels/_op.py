@@ -33,7 +33,7 @@ def define(
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, kernel, "CUDA")
+    _LIBRARY.impl(name, _on_its_device(kernel), "CUDA")
     _LIBRARY.impl(name, _switched(kernel, reference) if INTERPRETED else reference, "CPU")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.tkernels, name).default
@@ -53,6 +53,18 @@ def reference_ops() -> Iterator[None]:
         yield
     finally:
         _reference_wanted = before
+
+
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` on the device of its first argument: Triton launches on the current one, wherever the tensors are."""
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.device.index in (torch.cuda.current_device(), None):  # None: on the CPU, which the launcher's checks refuse
+            return kernel(x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return kernel(x, *args, **kwargs)
+
+    return run
 
 
 def _switched(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,10 @@ import pytest
 import torch
 from oracle import FP8
 
+from tkernels._op import _on_its_device
 from tkernels._triton import INTERPRETED, cast, dot, tl, triton
 from tkernels.quant import to_fp8
+from tkernels.rmsnorm import rms_norm, rms_norm_ref
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,6 +212,39 @@ def test_b161_canary_empty_grid() -> None:
     y = torch.full((16,), 7.0)
     _copy_kernel[(0,)](torch.zeros(16), y, 16)
     assert y.tolist() == [7.0] * 16
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class Tensor:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    run = _on_its_device(lambda x, y, *, z: (current[0], y, z))
+    assert [run(Tensor(device), 1, z=2) for device in ("cuda:1", "cuda:0", "cpu")] == [(1, 1, 2), (0, 1, 2), (0, 1, 2)]
+    assert current == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ops_run_on_a_gpu_that_is_not_the_current_one() -> None:
+    x = torch.randn(3, 64, device="cuda:1")
+    weight = torch.ones(64, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(rms_norm(x, weight), rms_norm_ref(x, weight, 1e-6))
 
 
 def _run_python(code: str, **environment: str) -> str:
