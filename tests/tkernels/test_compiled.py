@@ -1,0 +1,106 @@
+"""Every kernel compiles for a real GPU, on a machine without one, and with sizes of 1.
+
+The interpreter takes all arguments as they are. The compiler makes a constant of an integer argument that is 1, and a constant has no
+methods: ``n.to(tl.int64)`` compiles for every n but that one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tkernels._triton import HAVE_TRITON
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
+    """In a process of its own: this one has decorated its kernels for the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    launched, _, constants = done.stdout.strip().partition("|")
+    assert set(launched.split()) >= {
+        "_vector_kernel", "_matrix_kernel", "_rope_kernel", "_rms_norm_kernel", "_layer_norm_kernel", "_gated_kernel",
+        "_quantize_kernel", "_runs_kernel", "_finish_kernel",
+    }  # fmt: skip
+    assert {"n", "k_total", "num_heads", "hidden", "width", "vocab"} <= set(constants.split())
+
+
+def _compile_at_launch() -> tuple[set[str], set[str]]:
+    """Launches compile for sm_90 instead, specialised as Triton would. Returns the kernels and the arguments that became constants."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    names = {
+        torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+    }  # fmt: skip
+    kernels: set[str] = set()
+    ones: set[str] = set()
+
+    def run(self, *args, grid, warmup, num_warps=4, **kwargs):
+        bound = dict(zip((p.name for p in self.params), args, strict=False)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.params):
+            name, value = parameter.name, bound[parameter.name]
+            specialised = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (specialised and isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+                if not parameter.is_constexpr and value == 1:
+                    ones.add(name)
+            elif isinstance(value, torch.Tensor):
+                signature[name] = f"*{names[value.dtype]}"
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and specialised and value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        kernels.add(self.__name__)
+
+    JITFunction.run = run
+    return kernels, ones
+
+
+def _launch_all() -> None:
+    from tkernels import activation, embedding, layernorm, quant, rmsnorm, sampling
+    from tkernels.linear import Tile, launch
+    from tkernels.rope import _rope, _rope_and_cache
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    one, index = zeros(1, dtype=torch.float32), zeros(1, dtype=torch.int64)
+    x, weight = zeros(1, 1), zeros(1)
+    vector, matrix, sliced = Tile("vector", 1, 64, 1, 4, 1), Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 16, 32, 2, 4, 2)
+    for tile in (vector, matrix, sliced):
+        launch(x, zeros(2, 1), zeros(2), weight, x, True, 1e-6, zeros(1, 1), tile)
+    launch(x, zeros(1, 1), None, None, None, False, 1e-6, zeros(1, 1), Tile("matrix", 16, 32, 1, 4, 2, splits=2))
+    rmsnorm.launch(x, weight, 1e-6, 0.0, residual=x)
+    rmsnorm.launch(x, weight, 1e-6, 0.0, block=16)
+    embedding._embedding_rms_norm(index, x, weight, 1e-6)
+    layernorm._layer_norm(x, weight, weight)
+    activation._silu_and_mul(zeros(1, 2))
+    activation.launch(x, x, 1, 0, "gelu_tanh", scale=one)
+    quant._quantize_fp8_dynamic(x, 0)
+    quant._quantize_fp8(x, one)
+    heads, cache, table = zeros(1, 1, 2), zeros(1, 1, 1, 2, dtype=torch.float8_e4m3fn), zeros(1, 2, dtype=torch.float32)
+    _rope_and_cache(heads, heads, heads, index, table, cache, cache, index, k_scale=one, v_scale=one)
+    _rope(heads, heads, index, table, True, zeros(2), zeros(2))
+    for vocab in (1, 129):
+        sampling._sample(zeros(1, vocab), one, one.to(torch.int32), one, index, index)
+
+
+if __name__ == "__main__":
+    kernels, ones = _compile_at_launch()
+    _launch_all()
+    print(*sorted(kernels), "|", *sorted(ones))
