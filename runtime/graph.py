@@ -265,6 +265,8 @@ class CudaPool:
                     yield
             finally:
                 self._stream.synchronize()  # the next step may come on any stream
+                if collect:
+                    torch.cuda.empty_cache()  # what the uncaptured runs left: cached for the capture stream, no other may use it
 
     def _segments(self) -> list[dict[str, Any]]:
         return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._handles]
@@ -294,13 +296,15 @@ class CudaPool:
             self._last = stream
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with _one_session:  # a device may not be waited for while any of its streams is being captured
+            torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._handles.clear()
-        self._new_handle()
-        torch.cuda.empty_cache()
+        with _one_session:
+            torch.cuda.synchronize(self.device)
+            self._handles.clear()
+            self._new_handle()
+            torch.cuda.empty_cache()
 
 
 def weak_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def _clock_ms(run: Callable[[], object], device: torch.device) -> float:
 def _event_ms(run: Callable[[], object], device: torch.device) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.current_stream(device)
-    torch.cuda.synchronize(device)
+    stream.synchronize()  # not the device: another thread may be capturing
     start.record(stream)
     run()
     end.record(stream)
@@ -118,7 +118,3 @@ class CostTable:
     def at(self, key: str, mode: str) -> dict[int, float]:
         """size -> ms, ascending."""
         return {size: ms for (k, m, size), ms in sorted(self.ms.items()) if k == key and m == mode}
-
-    def forget(self, modes: Iterable[str]) -> None:
-        modes = set(modes)
-        self.ms = {at: ms for at, ms in self.ms.items() if at[1] not in modes}

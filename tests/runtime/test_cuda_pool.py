@@ -6,6 +6,7 @@ capture that never ended leaves its pool recording and the generator captured, `
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -200,6 +201,32 @@ def test_ranges_of_memory_are_forgotten_with_the_pool(driver: Driver, monkeypatc
     assert not pool.owns(tensor)
 
 
+def test_a_device_is_not_waited_for_while_another_thread_captures(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses it, and the capture is lost as well."""
+    pool, open_, done = CudaPool(torch.device("cuda", 0)), threading.Event(), threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.set())
+
+    def wait_for_the_device() -> None:
+        open_.wait()
+        pool.synchronize()
+
+    thread = threading.Thread(target=wait_for_the_device)
+    thread.start()
+    with graphs.frozen_gc(collect=False):  # a session
+        open_.set()
+        assert not done.wait(0.1)
+    assert done.wait(10)
+    thread.join()
+
+
+class StreamOf:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        pass
+
+
 class FakeEvent:
     """Refuses to guess the stream: without one, torch takes the current device's, which need not be the tensors' device."""
 
@@ -207,7 +234,7 @@ class FakeEvent:
         pass
 
     def record(self, stream: object = None) -> None:
-        assert stream == "stream of cuda:1"
+        assert isinstance(stream, StreamOf) and stream.device == torch.device("cuda", 1)
 
     def synchronize(self) -> None:
         pass
@@ -218,8 +245,7 @@ class FakeEvent:
 
 def test_events_are_recorded_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", StreamOf)
     device = torch.device("cuda", 1)
     assert median_ms(lambda: None, device) == 1.0
     arena = Arena([InputSpec("x", (Dim("tokens"),), torch.float32)], {"tokens": 4}, torch.device("cpu"))
