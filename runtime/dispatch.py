@@ -157,7 +157,7 @@ class Dispatcher:
         return min(costs, default=float(size))
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start or ``reset_stats``: steps and padding rows by mode and size, and why steps ran eager."""
+        """Counts since the start: steps and padding rows by mode and size, and why steps ran eager."""
         return {
             "steps": {mode: {s: c for (m, s), c in sorted(self.steps.items()) if m == mode} for mode in MODES},
             "padding_rows": sum(self.padding.values()),
@@ -166,10 +166,6 @@ class Dispatcher:
             "unknown_keys": dict(self.unknown_keys),
             "eager_reasons": dict(self.eager_reasons),
         }
-
-    def reset_stats(self) -> None:
-        for counter in (self.steps, self.padding, self.step_sizes, self.steps_of_key, self.unknown_keys, self.eager_reasons):
-            counter.clear()
 
 
 def _between(measured: Mapping[int, float], n: int) -> float | None:

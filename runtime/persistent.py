@@ -103,11 +103,6 @@ class Persistent:
                 return name
         return None
 
-    @property
-    def nbytes(self) -> int:
-        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors().values()}
-        return sum(seen.values())
-
 
 class _Slots:
     """Places in dictionaries, read all at once without a Python loop."""

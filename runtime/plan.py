@@ -18,7 +18,6 @@ class PlanRow:
     full_ms: float | None
     pick: str
     nbytes: int
-    note: str = ""
 
 
 @dataclass
