@@ -17,27 +17,22 @@ class Target:
 
     arch: str  # "sm_90", "gfx942", or "cpu"
     num_sms: int  # multiprocessors; on the CPU a small number, so that grids in the interpreter stay small
-    shared_memory: int  # bytes one program may use
     has_fp8: bool  # e4m3 conversions in hardware
-    has_pdl: bool  # programmatic dependent launch
 
 
 @functools.cache
 def _cuda_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return Target(properties.gcnArchName.split(":")[0], properties.multi_processor_count, 64 << 10, False, False)
-    capability = (properties.major, properties.minor)
+        return Target(properties.gcnArchName.split(":")[0], properties.multi_processor_count, has_fp8=False)
     return Target(
         arch=f"sm_{properties.major}{properties.minor}",
         num_sms=properties.multi_processor_count,
-        shared_memory=properties.shared_memory_per_block_optin,
-        has_fp8=capability >= (8, 9),
-        has_pdl=capability >= (9, 0),
+        has_fp8=(properties.major, properties.minor) >= (8, 9),
     )
 
 
-_CPU = Target(arch="cpu", num_sms=4, shared_memory=228 << 10, has_fp8=True, has_pdl=False)
+_CPU = Target(arch="cpu", num_sms=4, has_fp8=True)
 
 
 def target_of(device: torch.device) -> Target:

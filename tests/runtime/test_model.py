@@ -353,7 +353,7 @@ def test_a_dtype_that_the_gpu_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     from runtime import model
     from tkernels._target import Target
 
-    monkeypatch.setattr(model, "target_of", lambda device: Target("sm_70", 80, 96 << 10, has_fp8=False, has_pdl=False))
+    monkeypatch.setattr(model, "target_of", lambda device: Target("sm_70", 80, has_fp8=False))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     gpu = torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"dtype: bfloat16 needs an sm_80 or newer GPU, this one .* is sm_70; use float16"):
