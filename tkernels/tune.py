@@ -7,6 +7,7 @@ where it is faster than the composition.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
 from tkernels._target import target_of
 from tkernels.activation import silu_and_mul
-from tkernels.linear import ROW_CLASSES, Tile, launch, linear_ref
+from tkernels.linear import linear_ref
 from tkernels.rmsnorm import rms_norm
 
 Shape = tuple[int, int, str]  # (out_features, in_features, the place in the model)
@@ -67,12 +69,18 @@ def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
                     yield Tile("matrix", block_n, block_k, 1, 4, stages, splits)
 
 
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
 def _graph(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    for call in calls[:1]:
-        call()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(_capture_stream()):
+        calls[0]()  # on the stream of the capture, or the counters of a tile with splits would be cleared in the graph by every call
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=_capture_stream()):
         for call in calls:
             call()
     return graph

@@ -73,7 +73,7 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
 
 def _launch_all() -> None:
     from tkernels import activation, embedding, layernorm, quant, rmsnorm, sampling
-    from tkernels.linear import Tile, launch
+    from tkernels._linear_kernels import Tile, launch
     from tkernels.rope import _rope, _rope_and_cache
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tkernels import _target, linear
-from tkernels.linear import ROW_CLASSES, Tile, choose, launch, linear_ref
+from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
+from tkernels.linear import choose, linear_ref
 
 TILES = [
     Tile("vector", 4, 64, 1, 4, 1),
@@ -128,11 +129,11 @@ def test_b073_a_transposed_residual_leaves_the_result_contiguous(device, gated):
 
 
 def test_the_choice_depends_on_the_shape_only():
-    target = _target.Target("sm_90", 132, 227 << 10, True, True)
+    target = _target.Target("sm_90", 132, True)
     assert choose(target, torch.bfloat16, "plain", 1, 128256, 2048) is not None
     for rows in range(1, 65):
         size = next(c for c in ROW_CLASSES if rows <= c)
         assert choose(target, torch.bfloat16, "plain", rows, 3072, 2048) == choose(target, torch.bfloat16, "plain", size, 3072, 2048)
     assert choose(target, torch.bfloat16, "plain", 65, 128256, 2048) is None
     assert choose(target, torch.float32, "plain", 1, 128256, 2048) is None
-    assert choose(_target.Target("sm_70", 80, 96 << 10, False, False), torch.bfloat16, "plain", 1, 128256, 2048) is None
+    assert choose(_target.Target("sm_70", 80, False), torch.bfloat16, "plain", 1, 128256, 2048) is None

@@ -1,0 +1,263 @@
+"""The kernels of ``tkernels.linear`` and the launch of one of them, in a given tile. Which tile, if any, is chosen there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tkernels._triton import cast, cdiv, dot, tl, triton
+from tkernels.activation import activate
+
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)  # a call with 5 rows uses the entry of 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows.
+
+    block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart; splits: parts of K
+    that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate).
+    """
+
+    kind: str
+    block_n: int
+    block_k: int
+    slices: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+
+@triton.jit
+def _stream(ptrs, mask, EVEN: tl.constexpr):
+    """Weights are read once: they should not push anything else out of L2."""
+    if EVEN:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _weighted(x, norm, squares):
+    """x times the norm's weight, rounded, and its squares; the norm's scale is one number a row and is applied to the sums."""
+    wide = x.to(tl.float32)
+    return cast(wide * norm.to(tl.float32), x.dtype), squares + wide * wide
+
+
+@triton.jit
+def _finish(
+    y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, n, stride_rm,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
+    y = cast(y, dtype)
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + n + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
+        y = cast(activate(y.to(tl.float32), "silu") * cast(up, dtype).to(tl.float32), dtype)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offs_m.to(tl.int64) * stride_rm + offs_n, mask=mask, other=0.0)
+        y = cast(residual.to(tl.float32) + y.to(tl.float32), dtype)
+    tl.store(y_ptr + offs_m.to(tl.int64) * n + offs_n, y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _vector_kernel(
+    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps,
+    K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
+    up_ptrs = w_ptrs + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
+    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
+    mask_n = (offs_n < n)[:, None]
+    mask_m = (offs_m < rows)[:, None]
+    # The first weights are on their way before anything waits for x.
+    w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    w_up = w
+    if GATED:
+        w_up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = acc
+    for k in tl.static_range(0, K, BLOCK_K):
+        mask_k = (offs_k + k < K)[None, :]
+        x = tl.load(x_ptrs + k, mask=mask_m & mask_k, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + k + offs_k, mask=offs_k + k < K, other=0.0).to(tl.float32)[None, :]
+        acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
+        if GATED:
+            acc_up += w_up.to(tl.float32)[None, :, :] * x[:, None, :]
+        if k + BLOCK_K < K:
+            mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
+            w = _stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
+            if GATED:
+                w_up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+    y = tl.sum(acc, 2)
+    up = tl.sum(acc_up, 2)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+        y *= scale
+        up *= scale
+    _finish(
+        y, up, bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
+        n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matrix_kernel(
+    x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, part_ptr, arrivals_ptr,
+    rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
+    # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < n
+    mask_m = offs_m < rows
+    w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
+    up_rows = w_rows + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
+    x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
+    k_begin = 0
+    k_end = k_total
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(k_total, SPLITS), SLICES * BLOCK_K) * (SLICES * BLOCK_K)
+        k_begin = tl.program_id(1) * share
+        k_end = tl.minimum(k_begin + share, k_total)
+    if SLICES == 1:
+        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
+            mask_k = offs_k + k < k_total
+            mask_w = mask_n[:, None] & mask_k[None, :]
+            w = _stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
+            mask_x = mask_m[None, :] if EVEN else mask_m[None, :] & mask_k[:, None]
+            x = tl.load(x_rows[None, :] + (offs_k + k)[:, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0)
+                x, squares = _weighted(x, norm[:, None], squares)
+            acc = dot(w, x, acc)
+            if GATED:
+                acc_up = dot(_stream(up_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN), x, acc_up)
+    else:
+        offs_s = tl.arange(0, SLICES) * BLOCK_K
+        squares = tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)
+        sliced = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+        sliced_up = sliced
+        for k in tl.range(k_begin, k_end, SLICES * BLOCK_K, num_stages=NUM_STAGES):
+            at = k + offs_s[:, None] + offs_k[None, :]  # [SLICES, BLOCK_K]
+            mask_w = mask_n[None, :, None] & (at < k_total)[:, None, :]
+            w = _stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
+            mask_x = mask_m[None, None, :] if EVEN else mask_m[None, None, :] & (at < k_total)[:, :, None]
+            x = tl.load(x_rows[None, None, :] + at[:, :, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + at, mask=at < k_total, other=0.0)
+                x, squares = _weighted(x, norm[:, :, None], squares)
+            sliced = dot(w, x, sliced)
+            if GATED:
+                sliced_up = dot(_stream(up_rows[None, :, None] + at[:, None, :], mask_w, EVEN), x, sliced_up)
+        acc = tl.sum(sliced, 0)
+        acc_up = tl.sum(sliced_up, 0)
+        squares = tl.sum(squares, 0)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
+        acc *= scale
+        acc_up *= scale
+    if SPLITS > 1:
+        # [program of n, split, BLOCK_N, BLOCK_M]; the last program to arrive adds the splits in order, whichever it is
+        own = (offs_n - tl.program_id(0) * BLOCK_N)[:, None] * BLOCK_M + offs_m[None, :]
+        parts = part_ptr + tl.program_id(0).to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + own
+        tl.store(parts + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # all threads have stored before one of them releases
+        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            tl.debug_barrier()
+            tl.store(arrivals_ptr + tl.program_id(0), 0)  # as the next call expects it
+            acc = tl.load(parts)
+            for split in tl.static_range(1, SPLITS):
+                acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
+            _finish(
+                acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+                n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+            )  # fmt: skip
+    else:
+        _finish(
+            acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+            n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+_arrivals: dict[tuple[torch.device, int], torch.Tensor] = {}
+_MAX_ARRIVALS = 4096  # programs along n of a launch with splits
+
+
+def _zeroed_arrivals(device: torch.device) -> torch.Tensor:
+    """Counters that are zero between launches. One set a stream, never freed, so launches of different streams share none.
+
+    A graph keeps the set of the stream that it was captured on: graphs captured on one stream must not be replayed at the same
+    time (with the runtime's they cannot be, nor can graphs that share a pool). First asked for during a capture, the counters
+    are made in the graph, which then clears them before every use: right, but a node more for each launch.
+    """
+    if device.type != "cuda":
+        return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    found = _arrivals.get(key)
+    if found is None:
+        found = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _arrivals[key] = found
+    return found
+
+
+def row_class(rows: int) -> int:
+    """The smallest class of ROW_CLASSES that holds ``rows``."""
+    return next(size for size in ROW_CLASSES if rows <= size)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    eps: float,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Run one tile. x [rows, k], weight [n or 2 n, k], residual [rows, n], last strides 1, y [rows, n] contiguous; unchecked."""
+    rows, k = x.shape
+    n = y.shape[1]
+    block_m = row_class(rows)
+    even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
+    grid = (cdiv(n, tile.block_n),)
+    strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
+    pointers, sizes = (x, norm_weight, weight, bias, residual, y), (rows, n, *strides, eps, k)
+    flags = (norm_weight is not None, bias is not None, gated, residual is not None, even)
+    if tile.kind == "vector":
+        _vector_kernel[grid](*pointers, *sizes, *flags, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps)
+        return
+    block_m = max(16, block_m)
+    workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if tile.splits > 1:
+        assert norm_weight is None and not gated and grid[0] <= _MAX_ARRIVALS, "tables give splits to plain projections only"
+        elements = grid[0] * tile.splits * tile.block_n * block_m
+        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), _zeroed_arrivals(x.device)
+    _matrix_kernel[(*grid, tile.splits)](
+        *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
