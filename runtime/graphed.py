@@ -4,7 +4,9 @@
     print(fast.warmup(x))       # captures, proves, measures; a first call without it warms up on its own arguments
     y = fast(x)                 # like module(x): the cheapest legal captured step, or eager
 
-Inference only: calls run without gradients.
+Inference only: calls run without gradients, inside ``torch.inference_mode`` or not. Under ``torch.autocast`` the module itself runs:
+graphs are captured without it. A graphed module has one set of input buffers, so calls of several threads take turns, and a call on
+another stream waits for the one before.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from runtime.graph import CaptureError
 from runtime.measure import CostTable, fingerprint
 from runtime.plan import Plan
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
-from runtime.warmup import Progress, capture_all, measure_all, measure_regret, publish, resized, warm_up
+from runtime.warmup import Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
 MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
@@ -324,7 +326,8 @@ class GraphedModule(torch.nn.Module):
             self._steps.persistent.refresh()
             had = self._steps.drop_graphs()
             if self._steps.persistent.code() != code:
-                self._steps.recompile()
+                with own_state(self._steps.device):
+                    self._steps.recompile()
             capture_all(self._steps, had, between_steps=True)
             publish(self._steps, self._dispatcher)
 
