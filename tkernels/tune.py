@@ -153,17 +153,18 @@ def _measure(case: _Case) -> dict[str, Any]:
     graphs["composed"] = _graph([partial(case.composed, weight) for weight in case.rotated()])
     times = _time_us(graphs)
     composed = times.pop("composed")
-    best = min(times, key=times.__getitem__)
+    best = min(times, key=times.__getitem__, default=None)  # none: too few inputs for any tile, or all were refused
+    us = float("inf") if best is None else times[best]
     return {
         "variant": case.variant,
         "rows": case.rows,
         "n": case.n,
         "k": case.k,
-        "us": times[best],
+        "us": us,
         "composed_us": composed,
-        "tile": vars(best),
+        "tile": None if best is None else vars(best),
         "refused": refused,
-        "tb_per_s": case.n * case.k * case.x.dtype.itemsize / times[best] / 1e6,
+        "tb_per_s": case.n * case.k * case.x.dtype.itemsize / us / 1e6,
     }
 
 
@@ -194,10 +195,13 @@ def _key(entry: dict[str, Any]) -> tuple[int, int, str, int]:
 
 def _line(row: dict[str, Any]) -> str:
     tile = row["tile"]
+    size = f"{row['variant']:10} {row['rows']:3} x {row['n']:6} x {row['k']:5}"
+    if tile is None:
+        return f"{size}  no tile runs, composed {row['composed_us']:7.2f} us, {len(row['refused'])} refused"
     blocks = "x".join(str(tile[name]) for name in ("block_n", "block_k", "slices", "splits"))
     how = f"{tile['kind']} {blocks} warps {tile['num_warps']} stages {tile['num_stages']}"
     speed = f"{row['us']:7.2f} us {row['tb_per_s']:5.2f} TB/s, composed {row['composed_us']:7.2f} us"
-    return f"{row['variant']:10} {row['rows']:3} x {row['n']:6} x {row['k']:5}  {speed}  {how}, {len(row['refused'])} refused"
+    return f"{size}  {speed}  {how}, {len(row['refused'])} refused"
 
 
 def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path | None = None, say: Callable[[str], None] = print) -> Path:

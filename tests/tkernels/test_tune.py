@@ -1,0 +1,34 @@
+"""tune where no tile can run. What it measures is left to GPU machines, whose tables tests/tkernels/test_linear.py reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import tune
+from tkernels._linear_kernels import Tile
+
+
+def _times(graphs: dict[Any, Any]) -> dict[Any, float]:
+    return dict.fromkeys(graphs, 2.0)
+
+
+@pytest.mark.parametrize("refusing", [False, True], ids=["none fits", "all refused"])
+def test_a_shape_without_a_tile_stays_composed(monkeypatch: pytest.MonkeyPatch, device: torch.device, refusing: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(tune, "_graph", lambda calls: calls)
+    monkeypatch.setattr(tune, "_time_us", _times)
+    monkeypatch.setattr(tune, "candidates", lambda *_: [Tile("matrix", 16, 32, 1, 4, 2)] if refusing else [])
+    monkeypatch.setattr(tune, "launch", refuse)
+    row = tune._measure(tune._Case("plain", 1, 16, 8, torch.bfloat16, device, 0))
+    assert not row["us"] < row["composed_us"]  # so it enters no table
+    assert tune._line(row).endswith(f"no tile runs, composed    2.00 us, {int(refusing)} refused")
+
+
+def test_no_tile_is_tried_on_fewer_inputs_than_it_reads_at_once() -> None:
+    assert not list(tune.candidates("plain", 8, 8))
+    assert all(tile.block_k * tile.slices <= 128 for tile in tune.candidates("plain", 8, 64))
