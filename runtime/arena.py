@@ -108,7 +108,7 @@ class Arena:
         on_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
-            self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
+            self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, device="cpu", pin_memory=on_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
@@ -167,9 +167,17 @@ class Arena:
                 view = _cut(block, self._bytes_of(name, padded), spec, padded)
                 part.heads[name] = _numpy(self.real_part(name, view, real))
                 for tail in _tails(spec, view, real):
-                    fill = tail.value if spec.dtype is not torch.bfloat16 else _numpy(torch.tensor(tail.value, dtype=spec.dtype)).item()
+                    fill = (
+                        tail.value
+                        if spec.dtype is not torch.bfloat16
+                        else _numpy(torch.tensor(tail.value, dtype=spec.dtype, device="cpu")).item()
+                    )
                     part.tails.append((_numpy(tail.view), fill if tail.last is None else _numpy(tail.last)))
         return _Layout(views, heads, tails, used, staged)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is that of the inputs."""
+        return tensor.untyped_storage().data_ptr() == self._block.data_ptr()
 
     def real_part(self, name: str, view: torch.Tensor, real: Mapping[str, int]) -> torch.Tensor:
         """The part of an input's padded view that holds real values."""

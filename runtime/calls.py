@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from runtime.arena import Arena
 from runtime.binding import Call
 from runtime.contract import same_bits
 from runtime.graph import CaptureError
@@ -86,7 +87,7 @@ def replay(
     for name in captured.mutated:
         values[name].copy_(key.arena.real_part(name, views[name], real))
     key.arena.touched(captured.mutated)
-    return captured.output.real_rows(real, partial(_lend, steps, steps.replays) if borrow else torch.clone)
+    return captured.output.real_rows(real, partial(_lend, steps, steps.replays, key.arena) if borrow else torch.clone)
 
 
 def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:
@@ -103,7 +104,9 @@ def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torc
             raise CaptureError(f'graph.check = "poison": output {i} of the replay differs from the same callable not captured')
 
 
-def _lend(steps: Steps, now: int, tensor: torch.Tensor) -> torch.Tensor:
+def _lend(steps: Steps, now: int, arena: Arena, tensor: torch.Tensor) -> torch.Tensor:
+    if arena.holds(tensor):  # an input handed through: the next call fills it before it reads what the caller passes
+        return tensor.clone()
     return Borrowed.over(tensor, partial(_replayed_since, steps, now))
 
 

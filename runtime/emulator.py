@@ -40,7 +40,7 @@ class _Block:
     """A piece of pool memory. Tensors made over it keep it alive; while there are any, it is not handed out again."""
 
     def __init__(self, nbytes: int) -> None:
-        self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
         self.storage = self.bytes.untyped_storage()
         self.start, self.nbytes = self.bytes.data_ptr(), self.bytes.nbytes
         self._unused = torch._C._storage_Use_Count(self.storage._cdata)
@@ -89,7 +89,7 @@ class EmulatedPool:
         return weak_view(tensor)
 
     def perturb(self) -> object:
-        return [torch.full((1 << power,), 0xA5, dtype=torch.uint8) for power in range(6, 21)]
+        return [torch.full((1 << power,), 0xA5, dtype=torch.uint8, device="cpu") for power in range(6, 21)]
 
     def follow(self) -> None:
         pass

@@ -101,6 +101,24 @@ def test_autocast_gives_the_modules_own_result(device: torch.device, first: str)
     assert sum(fast.stats()["steps"]["full"].values()) == 1
 
 
+def test_another_default_device_changes_nothing(device: torch.device) -> None:
+    """``torch.set_default_device`` reaches every tensor that is made without a device."""
+    module = Halves().to(device)
+    fast = make(module, {"x": 0, "y": 0}, pad={"y": 1.5}, mode="full", on_capture_error="raise")
+    x, y = torch.rand(8, device=device), torch.rand(8, device=device).bfloat16()
+    with torch.device("meta"):
+        fast.warmup(x, y)
+        level_costs(fast)
+        for n in (8, 3):
+            assert torch.equal(fast(x[:n], y[:n]), x[:n] + y[:n])
+    assert sum(fast.stats()["steps"]["full"].values()) == 2
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
 def test_threads_take_turns(device: torch.device) -> None:
     """Each thread has its own input and must get its own result, though both fill one set of input buffers."""
 
