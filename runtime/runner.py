@@ -173,7 +173,7 @@ class Runner:
         self._source_row = {chunk.request.number: row for row, chunk in enumerate(step.chunks) if chunk.samples}
         if self.device.type != "cuda":
             return Launched(tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
