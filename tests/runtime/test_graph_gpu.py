@@ -145,6 +145,7 @@ def test_b058_reserved_memory_returns_after_a_failed_capture(device: torch.devic
             with pytest.raises((ZeroDivisionError, RuntimeError)):
                 capture_step(pool, Dies(), (x,), {}, callers={"x": x})
     assert not torch.cuda.is_current_stream_capturing()
+    torch.rand(4, device=device)  # a capture that never ended would have left the generator captured
     x.fill_(3)
     good.replay()
     assert good.output.eq(6).all()
@@ -234,6 +235,51 @@ def test_replay_on_the_callers_stream(device: torch.device) -> None:
         want = module(x)
     side.synchronize()
     assert torch.equal(y, want)
+
+
+def test_calls_on_two_streams_take_turns(device: torch.device) -> None:
+    """They fill the same input buffers: without an order between the streams the second overwrites the first one's inputs."""
+    fast = make(Wide().to(device), {"x": 0}, mode="full", max_tokens=64)
+    fast.warmup(torch.rand(64, 64, device=device))
+    level_costs(fast)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    xs = [torch.rand(64, 64, device=device) for _ in range(2)]
+    want = [fast.eager(x) for x in xs]
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(50_000_000)
+    got = []
+    for stream, x in zip(streams, xs, strict=True):
+        with torch.cuda.stream(stream):
+            got.append(fast(x))
+    torch.cuda.synchronize(device)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_everything_is_captured_again_after_a_weight_moved(device: torch.device) -> None:
+    """All graphs of the pool are gone in between, and the allocator refuses to capture into a pool that nobody holds."""
+    module = toys.Layers().to(device)
+    fast = make(module, on_capture_error="raise")
+    fast.warmup(*toys.step(8, device))
+    (key,) = fast._steps.keys.values()  # type: ignore[union-attr]
+    had = sorted(key.captured)
+    module.linears[0].weight.data = module.linears[0].weight.data + 1
+    fast.recapture()
+    assert sorted(key.captured) == had
+    args = toys.step(4, device)
+    assert torch.allclose(fast(*args), fast.eager(*args), atol=1e-5)
+
+
+def test_pinned_inputs_may_be_overwritten_after_an_eager_call(device: torch.device) -> None:
+    fast = make(Wide().to(device), {"x": 0}, mode="eager", max_tokens=64)
+    x = torch.rand(64, 64).pin_memory()
+    fast.warmup(x)
+    want = fast.eager(x.to(device))
+    torch.cuda._sleep(50_000_000)
+    got = fast(x)
+    x.zero_()
+    assert torch.allclose(got, want, atol=1e-4)
 
 
 def test_another_thread_may_use_the_device_during_a_capture(device: torch.device) -> None:
