@@ -185,8 +185,7 @@ def _matrix_kernel(
         tl.debug_barrier()  # all threads have stored before one of them releases
         arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
-            tl.debug_barrier()
-            tl.store(arrivals_ptr + tl.program_id(0), 0)  # as the next call expects it
+            tl.debug_barrier()  # no thread reads before the one that acquires
             acc = tl.load(parts)
             for split in tl.static_range(1, SPLITS):
                 acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
@@ -199,28 +198,6 @@ def _matrix_kernel(
             acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
             n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
         )  # fmt: skip
-
-
-_arrivals: dict[tuple[torch.device, int], torch.Tensor] = {}
-_MAX_ARRIVALS = 4096  # programs along n of a launch with splits
-
-
-def _zeroed_arrivals(device: torch.device) -> torch.Tensor:
-    """Counters that are zero between launches. One set a stream, never freed, so launches of different streams share none.
-
-    A graph keeps the set of the stream that it was captured on: graphs captured on one stream must not be replayed at the same
-    time (with the runtime's they cannot be, nor can graphs that share a pool). First asked for during a capture, the counters
-    are made in the graph, which then clears them before every use: right, but a node more for each launch.
-    """
-    if device.type != "cuda":
-        return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    found = _arrivals.get(key)
-    if found is None:
-        found = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():
-            _arrivals[key] = found
-    return found
 
 
 def row_class(rows: int) -> int:
@@ -254,9 +231,12 @@ def launch(
     block_m = max(16, block_m)
     workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if tile.splits > 1:
-        assert norm_weight is None and not gated and grid[0] <= _MAX_ARRIVALS, "tables give splits to plain projections only"
+        assert norm_weight is None and not gated, "tables give splits to plain projections only"
         elements = grid[0] * tile.splits * tile.block_n * block_m
-        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), _zeroed_arrivals(x.device)
+        # Counters are cleared for each call. Kept ones would be shared by graphs that replay at the same time, and would lie in
+        # whatever private pool was in use when they were first wanted, whose owner hands that memory out again.
+        arrivals = torch.zeros(grid[0], dtype=torch.int32, device=x.device)
+        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), arrivals
     _matrix_kernel[(*grid, tile.splits)](
         *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
         num_warps=tile.num_warps,

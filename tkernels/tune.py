@@ -7,7 +7,6 @@ where it is faster than the composition.
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -69,18 +68,11 @@ def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
                     yield Tile("matrix", block_n, block_k, 1, 4, stages, splits)
 
 
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
-
-
 def _graph(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
+    calls[0]()
     torch.cuda.synchronize()
-    with torch.cuda.stream(_capture_stream()):
-        calls[0]()  # on the stream of the capture, or the counters of a tile with splits would be cleared in the graph by every call
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=_capture_stream()):
+    with torch.cuda.graph(graph):
         for call in calls:
             call()
     return graph

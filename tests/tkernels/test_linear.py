@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -60,13 +62,57 @@ def test_fusions_match_the_composition(device, tile, fused, rows, n, k):
     _close(y, linear_ref(*wide, gated, EPS), low.to(device))
 
 
-def test_splits_leave_their_counters_ready_for_the_next_call(device):
+def test_splits_repeat_bit_for_bit(device):
     x, weight = torch.randn(3, 96, device=device).bfloat16(), torch.randn(40, 96, device=device).bfloat16()
     tile = Tile("matrix", 16, 16, 1, 4, 2, splits=3)
     outs = [torch.full((3, 40), float("nan"), device=device, dtype=torch.bfloat16) for _ in range(3)]
     for y in outs:
         launch(x, weight, None, None, None, False, EPS, y, tile)
     assert all(torch.equal(y, outs[0]) for y in outs) and not outs[0].isnan().any()
+
+
+def test_splits_keep_no_memory_between_calls(device, monkeypatch):
+    """A private pool, such as one that torch.compile's CUDA graphs warm up in, hands such memory out a second time."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    for name in ("empty", "zeros"):
+        original = getattr(torch, name)
+
+        def spy(*args, original=original, **kwargs):
+            tensor = original(*args, **kwargs)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        monkeypatch.setattr(torch, name, spy)
+    x, weight = torch.ones(3, 96, device=device).bfloat16(), torch.ones(40, 96, device=device).bfloat16()
+    y = torch.full((3, 40), 0.0, device=device, dtype=torch.bfloat16)
+    launch(x, weight, None, None, None, False, EPS, y, Tile("matrix", 16, 16, 1, 4, 2, splits=3))
+    gc.collect()
+    assert len(made) == 2 and not any(reference() is not None for reference in made)
+
+
+@pytest.mark.gpu
+def test_graphs_with_splits_replay_at_the_same_time(device):
+    """Both are captured on one stream, as torch.cuda.graph does."""
+    tile = Tile("matrix", 64, 64, 1, 4, 3, splits=8)
+    weight = torch.randn(4096, 8192, device=device).bfloat16()
+    inputs = [torch.randn(16, 8192, device=device).bfloat16() for _ in range(2)]
+    outs = [torch.empty(16, 4096, device=device, dtype=torch.bfloat16) for _ in inputs]
+    expected, graphs, streams = [], [], [torch.cuda.Stream() for _ in inputs]
+    for x, y in zip(inputs, outs, strict=True):
+        launch(x, weight, None, None, None, False, EPS, y, tile)
+        expected.append(y.clone())
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(50):
+                launch(x, weight, None, None, None, False, EPS, y, tile)
+    for _ in range(20):
+        for graph, stream, y in zip(graphs, streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                y.fill_(float("nan"))
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, want) for y, want in zip(outs, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (2, 3, 32), (2, 0, 32)], ids=str)
