@@ -1,4 +1,4 @@
-"""The command line: ``python -m runtime generate | plan | explain``.
+"""The command line: ``python -m runtime generate | plan | explain | simulate``.
 
 Exit codes: 0 all went well, 1 something failed while running (a damaged checkpoint, a prompt that cannot be served), 2 the command
 or the configuration is wrong. Results go to stdout, errors and the progress bar to stderr.
@@ -23,8 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from runtime import simulate_command
 from runtime.answer import Completion, Event
 from runtime.config import ConfigError, RuntimeConfig
+from runtime.costs import save_rows
 from runtime.engine import Engine
 from runtime.parallel import is_follower, leave
 from runtime.request import SamplingParams
@@ -36,6 +38,7 @@ examples:
   python -m runtime plan --config configs/demo.toml --graph.capture_sizes '[1, 2, 4]'
   python -m runtime explain --config configs/demo.toml 1 5 4+120
   python -m runtime explain --config configs/demo.toml addresses
+  python -m runtime simulate --trace bench/traces/azure_llm_2023_conv.csv --rate 2 --scheduler.itl_ms 50 --scheduler.ttft_ms 500
 """
 
 
@@ -85,7 +88,7 @@ def _run(argv: list[str], errors: Console) -> int:
     out = Console(highlight=False, soft_wrap=True)
     if not out.is_terminal:
         out.width = 160  # what a file or pipe gets shall not be folded to 80 columns
-    commands = {"generate": _generate, "plan": _plan, "explain": _explain}
+    commands = {"generate": _generate, "plan": _plan, "explain": _explain, "simulate": _simulate}
     if is_follower():  # rank 0 speaks for all; what goes wrong still comes from whoever it happens to
         out = errors = Console(quiet=True)
     code = commands[arguments.command](arguments, config, out, errors)
@@ -113,7 +116,10 @@ def _make_parser() -> _Parser:
     explain = command("explain", "BATCH ...", "say how a batch would run and why, or who owns each input of each captured piece")
     text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
     explain.add_argument("batches", nargs="+", metavar="BATCH", help=text)
-    for each in (generate, plan, explain):
+    plan.add_argument("--json", metavar="FILE", help="also write the measured costs here, for simulate --costs")
+    simulate = command("simulate", "--trace FILE", "run the scheduler over a trace of requests with a cost table instead of a model")
+    simulate_command.add_arguments(simulate)
+    for each in (generate, plan, explain, simulate):
         _add_config(each)
     return parser
 
@@ -173,7 +179,15 @@ def _engine(config: RuntimeConfig, out: Console, errors: Console, quiet: bool = 
 
 
 def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
-    out.print(_engine(config, out, errors).plan)
+    engine = _engine(config, out, errors)
+    out.print(engine.plan)
+    if arguments.json:
+        save_rows(arguments.json, engine.plan.device, engine.runner.rows_by_kind())
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    simulate_command.run(arguments, config, out)
     return 0
 
 

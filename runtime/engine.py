@@ -22,6 +22,7 @@ from runtime.answer import Answer, Completion, Event
 from runtime.blocks import BlockManager
 from runtime.capture import Address
 from runtime.config import ConfigError, RuntimeConfig
+from runtime.costs import StepCosts
 from runtime.dispatch import Decision
 from runtime.loading import Loaded, load
 from runtime.model import CausalLM
@@ -72,12 +73,16 @@ class Engine:
         self.runner = Runner(self.model, self.config, max_context)
         report(f"KV cache: {self.runner.num_pages} pages of {self.runner.page_size} tokens on {self.runner.device}")
         self.plan = self.runner.warmup(progress)
+        rows = self.runner.rows_by_kind()
+        table = StepCosts(rows["decode"], rows["mixed"])
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_pages, self.runner.page_size, self.config.cache.prefix_cache),
             max_num_seqs=limits.max_num_seqs,
             max_batch_tokens=limits.max_batch_tokens,
             max_context=max_context,
-            chunk_policy=CheapestPerToken(self.runner.rows_with_prompts()) if limits.policy == "cost" else fill_budget,
+            policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if limits.policy == "cost" else fill_budget,
+            table=table,
+            reserve=limits.policy == "cost",
         )
         self._depth = 2 if limits.overlap else 1  # steps in flight
         self._flying: deque[tuple[Step, Launched]] = deque()

@@ -1,68 +1,124 @@
-"""How many prompt tokens join a step. Pure Python; the scheduler asks once a step that has prompts to work on."""
+"""What a step is made of: whether running requests decode in it, and how many prompt tokens join. Pure Python.
+
+The scheduler asks once a step that has prompts to work on; a step without prompts is all decode. Policies keep no clock and look
+at nothing but their arguments, so every rank of a tensor-parallel run composes the same steps.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from typing import NamedTuple
 
-from runtime.plan import PlanRow
+from runtime.costs import INF, StepCosts
 
 _MARGIN = 0.95  # a smaller chunk must be this much cheaper per token: measured costs are noisy, and every chunk costs a step
+_SMOOTH = 1.05  # with a target for the time between tokens: what prompts that are in no hurry may cost more for shorter steps
+_ITL_SHARE = 0.6  # of the target that a predicted step may take; the rest is for prediction errors
+_TTFT_SHARE = 0.15  # of the target, from which on prompts are in a hurry
 
 
-def fill_budget(num_decodes: int, num_prompt_tokens: int) -> int:
-    """``policy = "static"``: as many as fit."""
-    return num_prompt_tokens
+class Load(NamedTuple):
+    """What there is to compose a step from.
+
+    decodes: running requests that need one token; context: tokens of theirs in the cache. prompt_tokens: those that may join, at
+    least 1; prompt_context: tokens of the first prompt that were run before. backlog: prompt tokens in all; oldest_ms: how long
+    the first prompt has waited by the predicted clock. skipped: the last step left the decodes out.
+    """
+
+    decodes: int
+    context: int
+    prompt_tokens: int
+    prompt_context: int = 0
+    backlog: int = 0
+    oldest_ms: float = 0.0
+    skipped: bool = False
+
+
+class Composition(NamedTuple):
+    """A step: decode or not, and prompt tokens that join."""
+
+    decode: bool
+    prompt_tokens: int
+
+
+def fill_budget(load: Load) -> Composition:
+    """``policy = "static"``: decode, and as many prompt tokens as fit."""
+    return Composition(True, load.prompt_tokens)
 
 
 class CheapestPerToken:
-    """``policy = "cost"``: the chunk whose step costs least per token, by the plan's measurements.
+    """``policy = "cost"``: the step that costs least per token, within the targets.
 
-    All prompt tokens that may join, or so many that the step lands on a captured size. So a step of 520 tokens becomes one of 512
-    in a graph and leaves 8 for the next, where that is cheaper; and where a long eager step costs less per token, it is taken.
+    A candidate is a *round*: one token for every decoding request and some prompt tokens, as one step or as two, whichever takes
+    less time. So decode stays in its full graph where a chunk beside it costs more than a chunk alone. Chunks end on captured
+    sizes, where a step has no padding, unless all prompt tokens are cheaper per token together.
+
+    Without itl_ms the cheapest round per token is taken. itl_ms bounds a round: of those within it, the shortest with which the
+    prompts that may join take little longer than with the best. When prompts are in a hurry (ttft_ms: their queue and their age
+    have used up a share of it), no longer. Every round has prompt tokens, also where decode alone misses the target, so prompts
+    always go on; and no two steps in a row leave the decodes out.
     """
 
-    def __init__(self, rows: Sequence[PlanRow]) -> None:
-        """rows: of the plan, for steps with prompts in them."""
-        self._sizes = sorted(row.size for row in rows)
-        by_size = {row.size: row for row in rows}
-        self._eager = [(size, ms) for size in self._sizes if (ms := by_size[size].eager_ms) is not None]
-        # What a step padded to each size costs: of all captured sizes that hold it, the cheapest.
-        self._captured: list[float] = []
-        best = float("inf")
-        for size in reversed(self._sizes):
-            costs = (by_size[size].piecewise_ms, by_size[size].full_ms)
-            best = min([best, *(ms for ms in costs if ms is not None)])
-            self._captured.append(best)
-        self._captured.reverse()
-        self._known: dict[tuple[int, int], int] = {}
+    def __init__(self, table: StepCosts, *, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> None:
+        self.table, self.ttft_ms, self.itl_ms = table, ttft_ms, itl_ms
+        self._known: dict[tuple[int, int, int, int, bool], tuple[int, bool]] = {}
 
-    def ms(self, tokens: int) -> float:
-        """Predicted cost of a step: the cheapest captured size that holds it, or eager on the line through its measured neighbours."""
-        index = bisect_left(self._sizes, tokens)
-        captured = self._captured[index] if index < len(self._sizes) else float("inf")
-        return min(captured, self._eager_ms(tokens))
-
-    def _eager_ms(self, tokens: int) -> float:
-        points = self._eager
-        if len(points) < 2:
-            return points[0][1] if points else float("inf")
-        index = min(max(bisect_left(points, (tokens, 0.0)), 1), len(points) - 1)
-        (x0, y0), (x1, y1) = points[index - 1], points[index]
-        slope = max(0.0, (y1 - y0) / (x1 - x0))  # noise must not make more tokens cheaper
-        return y1 + slope * (tokens - x1) if tokens > x1 else max(y0, y1 - slope * (x1 - tokens))
-
-    def __call__(self, num_decodes: int, num_prompt_tokens: int) -> int:
-        key = num_decodes, num_prompt_tokens
+    def __call__(self, load: Load) -> Composition:
+        key = (load.decodes, load.prompt_tokens, load.context >> 10, load.prompt_context >> 9, self._hurry(load))
         chosen = self._known.get(key)
         if chosen is None:
-            chosen = self._known[key] = self._choose(*key)
-        return chosen
+            if len(self._known) >= 1 << 14:
+                self._known.clear()
+            chosen = self._known[key] = self._choose(load, key[-1])
+        tokens, together = chosen
+        if together or not load.decodes:
+            return Composition(True, tokens)
+        return Composition(True, 0) if load.skipped else Composition(False, tokens)
 
-    def _choose(self, num_decodes: int, num_prompt_tokens: int) -> int:
-        most = num_decodes + num_prompt_tokens
-        best, best_cost = most, self.ms(most) / most * _MARGIN
-        for size in self._sizes:
-            if num_decodes < size < most and self.ms(size) / size < best_cost:
-                best, best_cost = size, self.ms(size) / size
-        return best - num_decodes
+    def _hurry(self, load: Load) -> bool:
+        if not self.itl_ms or not load.decodes:
+            return True
+        if not self.ttft_ms:
+            return load.backlog > 4 * load.prompt_tokens
+        sizes = self.table.sizes or self.table.measured
+        per_token = self.table.ms(sizes[-1], True) / sizes[-1] if sizes else 0.0
+        return load.oldest_ms + load.backlog * per_token > _TTFT_SHARE * self.ttft_ms
+
+    def _choose(self, load: Load, hurry: bool) -> tuple[int, bool]:
+        """(prompt tokens of the round, whether decode joins them)"""
+        table, decodes, most = self.table, load.decodes, load.prompt_tokens
+        reading = table.kv_ms * load.context
+        decode_ms = table.ms(decodes, False) + reading if decodes else 0.0
+        rounds = []  # ms, prompt tokens, together
+        for tokens in self._candidates(decodes, most):
+            attention = table.pair_ms * tokens * (load.prompt_context + tokens / 2)
+            joined = table.ms(decodes + tokens, True) + reading + attention
+            apart = table.ms(tokens, True) + attention + decode_ms if decodes else INF
+            rounds.append((min(joined, apart), tokens, joined <= apart))
+        if decodes and self.itl_ms:
+            limit = max(_ITL_SHARE * self.itl_ms, decode_ms + self.itl_ms / 4)  # decode alone may miss it: prompts go on all the same
+            rounds = [each for each in rounds if each[0] <= limit] or [min(rounds)]
+            # What counts is when the prompts that may join have all run: a rest costs a whole step of its own.
+            rest = lambda tokens: table.ms(decodes + tokens, True) + reading if tokens else 0.0
+            cost = lambda each: each[0] * (most // each[1]) + rest(most % each[1])
+            enough = (1.0 if hurry else _SMOOTH) * min(map(cost, rounds))
+            chosen = min(each for each in rounds if cost(each) <= enough)
+        else:
+            cost = lambda each: each[0] / (decodes + each[1])
+            longest = max(rounds, key=lambda each: each[1])
+            chosen = min(rounds, key=lambda each: (cost(each), -each[1]))
+            if not cost(chosen) < _MARGIN * cost(longest):
+                chosen = longest
+        return chosen[1], chosen[2]
+
+    def _candidates(self, decodes: int, most: int) -> list[int]:
+        """Chunk lengths worth a look: those that land on a captured size, with the decodes or without, some beyond, and all."""
+        table = self.table
+        tokens = {most}
+        for size in table.sizes:
+            tokens.update(count for count in (size - decodes, size) if 0 < count < most)
+        beyond = table.sizes[-1] if table.sizes else 64
+        while (beyond := beyond * 5 // 4) < most:
+            tokens.add(beyond)
+        if not table.sizes:
+            tokens.update(size - decodes for size in table.measured if 0 < size - decodes < most)
+        return sorted(tokens)

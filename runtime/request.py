@@ -59,6 +59,8 @@ class Request:
     num_sampling: int = 0
     steps_in_flight: int = 0
     row: int = -1  # its row in the runner's block table while it runs
+    exhausted: bool = False  # the steps in flight sample its last token
+    arrived_ms: float = 0.0  # by the scheduler's predicted clock
     num_cached: int = 0  # prompt tokens taken from the prefix cache at the first admission
     preemptions: int = 0
     finish_reason: FinishReason | None = None

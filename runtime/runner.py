@@ -275,10 +275,11 @@ class Runner:
         keys = [{"max_query_len": 1}, {"max_query_len": self.max_batch_tokens}]
         return self.steps.warmup(make_inputs=self._representative, keys=keys, progress=progress)
 
-    def rows_with_prompts(self) -> list[PlanRow]:
-        """The plan's rows for steps with a chunk of a prompt in them."""
+    def rows_by_kind(self) -> dict[str, list[PlanRow]]:
+        """The plan's rows for steps of single tokens ("decode") and for steps with a chunk of a prompt in them ("mixed")."""
         rows = self.steps.plan.rows if self.steps.plan is not None else []
-        return [row for row in rows if row.key == f"max_query_len={self.max_batch_tokens}"]
+        keys = {"decode": "max_query_len=1", "mixed": f"max_query_len={self.max_batch_tokens}"}
+        return {kind: [row for row in rows if row.key == key] for kind, key in keys.items()}
 
     def _representative(self, size: int, key: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.

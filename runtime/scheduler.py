@@ -1,9 +1,9 @@
 """Which tokens of which requests run in the next step. Pure Python, deterministic, no torch.
 
 First come, first served. Running requests that need one token come first (decode), then prompts in chunks, within
-``max_batch_tokens``. When pages run out, the latest arrival is preempted: it gives its pages back, keeps its tokens and is
-computed again later. The earliest request can take pages from all others and fits alone (``add`` makes sure), so it always
-goes on, and every request ends.
+``max_batch_tokens``; a policy says how many prompt tokens, and may leave the decodes out of a step, never of two in a row. When
+pages run out, the latest arrival is preempted: it gives its pages back, keeps its tokens and is computed again later. The
+earliest request can take pages from all others and fits alone (``add`` makes sure), so it always goes on, and every request ends.
 
 A step goes through ``schedule`` (pages are taken), is run by the caller, and comes back through ``complete`` (tokens are
 appended, full pages offered to the prefix cache). Several steps may be between the two: what a step in flight reads or
@@ -16,14 +16,16 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+from runtime.admission import AnswerLengths, peak_tokens
 from runtime.blocks import BlockManager, page_digest, root_digest
-from runtime.policy import fill_budget
+from runtime.costs import INF, StepCosts
+from runtime.policy import Composition, Load, fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
-# (tokens that decode in this step, prompt tokens that may join) -> prompt tokens that shall join
-ChunkPolicy = Callable[[int, int], int]
+Policy = Callable[[Load], Composition]
 
 
 class Chunk(NamedTuple):
@@ -34,6 +36,9 @@ class Chunk(NamedTuple):
     num_tokens: int
     samples: bool
     num_generated: int  # tokens of the answer before this one: the step number of the random draw
+
+
+_chunk: Callable[[tuple[Request, int, int, bool, int]], Chunk] = partial(tuple.__new__, Chunk)  # half the time of Chunk(…)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,23 @@ class Step:
 
 
 class Scheduler:
-    """Composes steps. ``max_context``: tokens whose K/V one request may need, at most; the pool may bound it further."""
+    """Composes steps. ``max_context``: tokens whose K/V one request may need, at most; the pool may bound it further.
+
+    policy: asked once a step that has prompts to work on. table: what steps cost, for the predicted clock that prompts' ages are
+    read from. reserve: admit a request only if all that run, and it, are expected to fit until they end, so that preemption is
+    left to wrong expectations; False admits whatever fits now.
+    """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_batch_tokens: int, max_context: int, chunk_policy: ChunkPolicy = fill_budget
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        max_context: int,
+        policy: Policy = fill_budget,
+        table: StepCosts | None = None,
+        reserve: bool = False,
     ) -> None:
         limits = {"max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
         for name, value in limits.items():
@@ -64,15 +82,23 @@ class Scheduler:
                 f"max_num_seqs: {max_num_seqs} is above max_batch_tokens {max_batch_tokens}; each running request needs a token"
             )
         self.blocks = blocks
-        self.max_num_seqs, self.max_batch_tokens, self.chunk_policy = max_num_seqs, max_batch_tokens, chunk_policy
+        self.max_num_seqs, self.max_batch_tokens, self.policy = max_num_seqs, max_batch_tokens, policy
+        self.table, self.reserve, self.clock_ms = table, reserve, 0.0
         self.model_context = max_context
         self.max_context = min(max_context, blocks.usable_pages * blocks.page_size)
         # Every running request arrived before every waiting one, and both lists are in order of arrival.
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+        self.waiting_tokens = 0
         self.steps_in_flight = 0
         self._rows = list(range(max_num_seqs - 1, -1, -1))  # free rows of the runner's block table, a stack
         self.preemptions = self.cached_tokens = 0
+        self._lengths = AnswerLengths()
+        self._prefilling: list[Request] = []  # running requests with more than one token to run; made anew when stale
+        self._stale = False
+        self._exhausted = 0  # running requests that have nothing left to run
+        self._blocked = False  # the first waiting request was not admitted, and no pages have come back since
+        self._skipped = False  # the last step left the decodes out
 
     @property
     def has_work(self) -> bool:
@@ -93,54 +119,40 @@ class Scheduler:
         assert not self.waiting or self.waiting[-1].number < request.number, "requests must be added in the order of their numbers"
         # The last sampled token is never run, so it needs no page: an answer may end one token past the context.
         request.token_limit = min(length + request.params.max_tokens, self.max_context + 1)
+        request.arrived_ms = self.clock_ms
         self.waiting.append(request)
+        self.waiting_tokens += length
 
     def schedule(self) -> Step | None:
         """The next step; None when nothing can run before a step in flight has come back, or when there is no work."""
-        running, page_size = self.running, self.blocks.page_size
-        todos = []  # tokens that each running request has not been given a step for
-        num_decodes = 0
-        for request in running:
-            length = len(request.tokens) + request.num_sampling
-            todo = length - request.num_scheduled if length < request.token_limit else 0
-            todos.append(todo)
-            num_decodes += todo == 1
-        allowance = self._prompt_allowance(num_decodes, sum(todos) - num_decodes)
-        decodes: list[Chunk] = []
-        prompts: list[Chunk] = []
-        preempted = False
-        for position, request in enumerate(running):  # preemption takes requests from the end, behind this position
-            todo = todos[position]
-            # A prompt's last token is run like a decode: nothing in a step asks which of the two it is (B038).
-            count = todo if todo <= 1 else min(todo, allowance)
-            if count <= 0:
-                continue
-            if request.num_scheduled + count > len(request.pages) * page_size:
-                fits, victims = self._grow(request, request.num_scheduled + count)
-                if fits is None:
-                    self._take_back(decodes + prompts)
+        if self._stale:
+            self._prefilling = [request for request in self.running if request.num_to_run > 1]
+            self._stale = False
+        admitting = bool(self.waiting and self._rows and not self._blocked)
+        decode, allowance = self._compose(admitting) if admitting or self._prefilling else (True, 0)
+        chunks: list[Chunk] = []
+        preempted = self._give_decodes(chunks) if decode else False
+        if preempted is None:
+            return None
+        num_decodes = len(chunks)
+        if allowance > 0:
+            self._give_prompts(chunks, allowance, admitting and not preempted)
+            if not chunks and not decode:  # the waiting request that was to run alone is not admitted
+                decode, preempted = True, self._give_decodes(chunks)
+                if preempted is None:
                     return None
-                preempted |= victims > 0
-                if not fits:
-                    continue
-            if todo == 1:
-                decodes.append(self._give(request, 1))
-            else:
-                prompts.append(self._give(request, count))
-                allowance -= count
-        while self.waiting and self._rows and allowance > 0 and not preempted:
-            if not self._admit(self.waiting[0]):
-                break
-            request = self.waiting.popleft()
-            running.append(request)
-            count = min(request.num_to_run, allowance)
-            prompts.append(self._give(request, count))
-            allowance -= count
-        if not decodes and not prompts:
+        if not chunks:
             assert self.steps_in_flight or not self.has_work, "requests wait, nothing runs, and nothing is in flight"
             return None
         self.steps_in_flight += 1
-        return Step((*decodes, *prompts))
+        self._skipped = not decode
+        step = Step(tuple(chunks))
+        if self.table is not None:
+            tokens = step.num_tokens if len(chunks) > num_decodes else num_decodes
+            ms = self.table.ms(tokens, tokens > len(chunks))
+            if ms < INF:  # a lazily captured plan has no costs yet
+                self.clock_ms += ms + self.table.kv_ms * self._context
+        return step
 
     def complete(self, step: Step, tokens: Sequence[int]) -> list[Request]:
         """Take back a step that has run, with one token per chunk. Returns the requests that got a token, in the step's order."""
@@ -185,41 +197,108 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
-        queue = self.running if request.row >= 0 else self.waiting
+        if reason in ("stop", "length"):
+            self._lengths.add(request.num_generated)
+        if request.exhausted:
+            self._exhausted -= 1
+        self._stale, self._blocked = True, False
+        queue: list[Request] | deque[Request] = self.running
+        if request.row < 0:
+            queue = self.waiting
+            self.waiting_tokens -= len(request.tokens)
         index = bisect_left(queue, request.number, key=lambda other: other.number)
         assert queue[index] is request
         del queue[index]
         self._release_if_idle(request)
 
-    def _prompt_allowance(self, num_decodes: int, pending: int) -> int:
-        """Prompt tokens that join this step. pending: those of running requests; waiting prompts come on top."""
-        budget = self.max_batch_tokens - num_decodes
-        for request in self.waiting:
-            if pending >= budget:
-                break
-            pending += len(request.tokens)
-        joining = min(budget, pending)
+    @property
+    def _context(self) -> int:
+        """Tokens in the cache, about: all that the held pages have room for."""
+        return (self.blocks.usable_pages - self.blocks.num_available) * self.blocks.page_size
+
+    def _compose(self, admitting: bool) -> Composition:
+        """What the policy makes of the decodes, of the prompts that run and, if one could be admitted, of those that wait."""
+        num_decodes = len(self.running) - len(self._prefilling) - self._exhausted
+        pending = sum(request.num_to_run for request in self._prefilling) + (self.waiting_tokens if admitting else 0)
+        joining = min(self.max_batch_tokens - num_decodes, pending)
         if joining <= 0:
-            return 0
-        chosen = self.chunk_policy(num_decodes, joining)
-        assert 0 < chosen <= joining or (chosen == 0 and num_decodes), "a chunk policy must let something run"
+            return Composition(True, 0)
+        first = self._prefilling[0] if self._prefilling else self.waiting[0]
+        age = self.clock_ms - first.arrived_ms
+        chosen = self.policy(Load(num_decodes, self._context, joining, first.num_scheduled, pending, age, self._skipped))
+        assert 0 <= chosen.prompt_tokens <= joining, "a policy cannot take more prompt tokens than there are"
+        assert chosen.prompt_tokens or (chosen.decode and num_decodes), "a policy must let something run"
+        assert chosen.decode or not self._skipped, "a policy must not leave the decodes out twice in a row"
         return chosen
 
+    def _give_decodes(self, chunks: list[Chunk]) -> bool | None:
+        """One token of every running request that needs one. True: others were preempted. None: a step in flight must land first.
+
+        With hundreds of requests this loop is the scheduler's time, so it makes its chunks itself.
+        """
+        running, page_size = self.running, self.blocks.page_size
+        preempted = False
+        for request in running:  # preemption takes requests from the end, behind the one that is given a token
+            start = request.num_scheduled
+            length = len(request.tokens) + request.num_sampling
+            if length != start + 1 or request.exhausted:
+                continue
+            if start == len(request.pages) * page_size:
+                fits, victims = self._grow(request, length)
+                if fits is None:
+                    self._take_back(chunks)
+                    return None
+                preempted |= victims > 0
+                if not fits:
+                    continue
+            request.num_scheduled = length
+            request.num_sampling += 1
+            request.steps_in_flight += 1
+            if length + 1 >= request.token_limit:
+                request.exhausted = True
+                self._exhausted += 1
+            chunks.append(_chunk((request, start, 1, True, length - len(request.prompt_tokens))))
+        return preempted
+
+    def _give_prompts(self, chunks: list[Chunk], allowance: int, admitting: bool) -> None:
+        """Prompt tokens, in order of arrival: of running requests, then of waiting ones. Their pages come with the admission."""
+        for request in self._prefilling:
+            if allowance > 0 and request.row >= 0:  # not preempted for a decode of this step
+                count = min(request.num_to_run, allowance)
+                chunks.append(self._give(request, count))
+                allowance -= count
+        while admitting and self.waiting and self._rows and allowance > 0:
+            if not self._admit(self.waiting[0]):
+                self._blocked = True
+                break
+            request = self.waiting.popleft()
+            self.running.append(request)
+            count = min(request.num_to_run, allowance)
+            chunks.append(self._give(request, count))
+            allowance -= count
+
     def _give(self, request: Request, count: int) -> Chunk:
-        """Put the request's next ``count`` tokens into a step."""
+        """Put the request's next ``count`` prompt tokens into a step."""
         start, length = request.num_scheduled, len(request.tokens) + request.num_sampling
         samples = start + count == length
         request.num_scheduled = start + count
         request.num_sampling += samples
         request.steps_in_flight += 1
+        if samples and length + 1 >= request.token_limit:
+            request.exhausted = True
+            self._exhausted += 1
+        self._stale = True
         return Chunk(request, start, count, samples, length - len(request.prompt_tokens))
 
     def _take_back(self, chunks: Sequence[Chunk]) -> None:
-        """Undo ``_give`` for a step that does not come about; the pages stay for the next one."""
-        for request, start, _, samples, _ in chunks:
+        """Undo the decodes of a step that does not come about; the pages stay for the next one."""
+        for request, start, _, _, _ in chunks:
             request.num_scheduled = start
-            request.num_sampling -= samples
+            request.num_sampling -= 1
             request.steps_in_flight -= 1
+            if request.exhausted:
+                request.exhausted = False
+                self._exhausted -= 1
 
     def _grow(self, request: Request, num_tokens: int) -> tuple[bool | None, int]:
         """Pages for ``num_tokens``, if need be from later arrivals: (did they suffice, how many were preempted).
@@ -239,8 +318,10 @@ class Scheduler:
         return True, victims
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request pages for all its tokens, cached ones first; False when they are not there."""
+        """Give a waiting request pages for all its tokens, cached ones first; False when they are not there, or soon will not be."""
         blocks, length = self.blocks, len(request.tokens)
+        if self.reserve and self.running and not self._fits_to_the_end(request):
+            return False
         pages: list[int] = []
         if blocks.prefix_cache:
             # Never the page of the last token: at least one token must be run to yield the next (B146).
@@ -256,7 +337,21 @@ class Scheduler:
         if request.preemptions == 0:
             request.num_cached = request.num_computed
         self.cached_tokens += request.num_computed
+        self.waiting_tokens -= length
         return True
+
+    def _fits_to_the_end(self, request: Request) -> bool:
+        """Whether the cache is expected to hold all running requests and this one until each has ended."""
+        blocks, lengths = self.blocks, self._lengths
+        spare = (blocks.num_available - blocks.pages_needed(len(request.tokens), 0)) * blocks.page_size
+        if spare >= (len(self.running) + 1) * lengths.most(self.max_context):
+            return True
+        coming = []
+        for each in (*self.running, request):
+            tokens = len(each.tokens)
+            # The last page of each is half empty on average.
+            coming.append((tokens + blocks.page_size // 2, lengths.remaining(each.num_generated, each.token_limit - tokens)))
+        return peak_tokens(coming) <= blocks.usable_pages * blocks.page_size
 
     def _preempt(self, request: Request) -> None:
         assert request.steps_in_flight == 0
@@ -266,6 +361,7 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(request)
+        self.waiting_tokens += len(request.tokens)
 
     def _release_if_idle(self, request: Request) -> None:
         if request.steps_in_flight == 0 and request.row >= 0:
@@ -273,6 +369,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self.blocks.release(request.pages)
+        self._stale, self._blocked = True, False
         self._rows.append(request.row)
         request.row = -1
 

@@ -17,8 +17,9 @@ from tests.runtime.tiny import LENGTHS, expected, greedy, prompt_of, tiny_model
 
 COUNT = 64
 PLENTY = {"cache": {"num_pages": 400, "page_size": 16}, "scheduler": {"max_num_seqs": 16, "max_batch_tokens": 256}}
-# The longest request alone needs 73 pages of the 79; three run at once at most, and late ones are preempted.
-SCARCE = {"cache": {"num_pages": 80, "page_size": 16}, "scheduler": {"max_num_seqs": 4, "max_batch_tokens": 48}}
+# The longest request alone needs 73 pages of the 79; three run at once at most, and late ones are preempted:
+# policy = "static" admits what fits now.
+SCARCE = {"cache": {"num_pages": 80, "page_size": 16}, "scheduler": {"policy": "static", "max_num_seqs": 4, "max_batch_tokens": 48}}
 
 
 def config(mode: str, **sections: Any) -> dict[str, Any]:
@@ -92,7 +93,10 @@ TEXTS = [
 ]
 POOLS = {
     "plenty": {"cache": {"num_pages": 300}, "scheduler": {"max_num_seqs": 12, "max_batch_tokens": 256, "max_context": 2048}},
-    "scarce": {"cache": {"num_pages": 84}, "scheduler": {"max_num_seqs": 4, "max_batch_tokens": 128, "max_context": 2048}},
+    "scarce": {
+        "cache": {"num_pages": 84},
+        "scheduler": {"policy": "static", "max_num_seqs": 4, "max_batch_tokens": 128, "max_context": 2048},
+    },
 }
 
 

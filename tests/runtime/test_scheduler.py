@@ -7,6 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.blocks import BlockManager
+from runtime.costs import StepCosts
+from runtime.plan import PlanRow
+from runtime.policy import CheapestPerToken, Composition, Load
 from runtime.request import Request, RequestError, SamplingParams
 from runtime.scheduler import Scheduler, Step
 from tests.runtime.toy import RANGE, ToyRunner, answer
@@ -15,9 +18,20 @@ from tests.runtime.toy import RANGE, ToyRunner, answer
 class Rig:
     """A scheduler, a toy runner, and the loop around them."""
 
-    def __init__(self, *, num_pages=64, page_size=4, max_num_seqs=8, max_batch_tokens=32, max_context=64, prefix_cache=True, policy=None):
+    def __init__(
+        self,
+        *,
+        num_pages=64,
+        page_size=4,
+        max_num_seqs=8,
+        max_batch_tokens=32,
+        max_context=64,
+        prefix_cache=True,
+        policy=None,
+        reserve=False,
+    ):
         self.blocks = BlockManager(num_pages, page_size, prefix_cache)
-        extra = {} if policy is None else {"chunk_policy": policy}
+        extra = {"reserve": reserve} if policy is None else {"policy": policy, "reserve": reserve}
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_context=max_context, **extra
         )
@@ -274,12 +288,12 @@ def test_b158_pages_of_an_aborted_request_wait_for_the_step_in_flight() -> None:
     assert second.generated == answer(list(second.prompt_tokens), 1)
 
 
-def test_a_chunk_policy_decides_how_many_prompt_tokens_join() -> None:
+def test_a_policy_decides_how_many_prompt_tokens_join() -> None:
     asked = []
 
-    def policy(num_decodes: int, available: int) -> int:
-        asked.append((num_decodes, available))
-        return min(available, 4 - num_decodes % 4)
+    def policy(load: Load) -> Composition:
+        asked.append((load.decodes, load.prompt_tokens))
+        return Composition(True, min(load.prompt_tokens, 4 - load.decodes % 4))
 
     rig = Rig(policy=policy, max_batch_tokens=16)
     rig.add(10, max_tokens=3)
@@ -287,6 +301,54 @@ def test_a_chunk_policy_decides_how_many_prompt_tokens_join() -> None:
     assert [step.num_tokens for step in rig.run()][:4] == [4, 4, 4, 2]
     assert asked[0] == (0, 13)
     rig.check_end()
+
+
+def test_a_policy_may_leave_the_decodes_out_of_a_step_but_not_of_two() -> None:
+    rig = Rig(policy=lambda load: Composition(load.skipped or not load.decodes, min(load.prompt_tokens, 4)), max_batch_tokens=16)
+    first = rig.add(3, max_tokens=12)
+    rig.step()
+    rig.add(17)
+    assert [[chunk.request is first for chunk in step.chunks] for step in rig.run()][:4] == [[False], [True, False], [False], [True, False]]
+    rig.check_end()
+    rig = Rig(policy=lambda load: Composition(not load.decodes, min(load.prompt_tokens, 4)), max_batch_tokens=16)
+    rig.add(3, max_tokens=12)
+    rig.step()
+    rig.add(17)
+    rig.step()
+    with pytest.raises(AssertionError, match="twice in a row"):
+        rig.step()
+
+
+def test_decodes_run_when_the_prompt_that_was_to_run_alone_does_not_fit() -> None:
+    rig = Rig(
+        policy=lambda load: Composition(load.skipped or not load.decodes, load.prompt_tokens), num_pages=4, page_size=4, max_context=12
+    )
+    first = rig.add(9, max_tokens=3)
+    rig.step()
+    second = rig.add(9, max_tokens=3)
+    rig.run()
+    rig.check_end()
+    assert (first.num_generated, second.num_generated) == (3, 3)
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_admission_by_the_peak_needs_no_preemption(reserve: bool) -> None:
+    """Answers of one length: after the first ones have ended, how long the others will be is known."""
+    rig = Rig(num_pages=30, page_size=4, max_context=64, reserve=reserve)
+    for _ in range(30):
+        rig.add(8, max_tokens=24)
+    rig.run()
+    rig.check_end()
+    assert (rig.scheduler.preemptions == 0) == reserve
+
+
+def test_a_first_request_is_admitted_however_long_it_may_become() -> None:
+    rig = Rig(num_pages=5, page_size=4, max_context=64, reserve=True)
+    rig.add(8, max_tokens=500)
+    rig.add(3, max_tokens=500)
+    rig.run()
+    rig.check_end()
+    assert rig.scheduler.preemptions == 0
 
 
 def test_equal_inputs_give_equal_steps() -> None:
@@ -298,6 +360,15 @@ def test_equal_inputs_give_equal_steps() -> None:
 
     assert trace() == trace()
 
+
+ROWS = [PlanRow("", size, 3.0, 1.0 + size / 8, None, "", 0) for size in (1, 2, 4, 6)]
+ALONE = [PlanRow("", size, 9.0 if size > 1 else 0.1, None, None, "", 0) for size in (1, 2, 8)]
+POLICIES = [
+    CheapestPerToken(StepCosts(ROWS, ROWS)),
+    CheapestPerToken(StepCosts(ROWS, ROWS), itl_ms=1.5, ttft_ms=4),
+    CheapestPerToken(StepCosts(ROWS, ALONE), itl_ms=1.0),
+    lambda load: Composition(load.skipped or not load.decodes, min(load.prompt_tokens, 2)),
+]
 
 operations = st.lists(
     st.one_of(
@@ -321,9 +392,11 @@ operations = st.lists(
     spare_tokens=st.integers(0, 8),
     prefix_cache=st.booleans(),
     depth=st.integers(1, 2),
+    reserve=st.booleans(),
+    policy=st.sampled_from([None, *POLICIES]),
 )
 def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
-    operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth
+    operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth, reserve, policy
 ) -> None:
     """Random arrivals, repeated prompts, aborts, failures and preemptions, with one or two steps in flight."""
     rig = Rig(
@@ -333,6 +406,8 @@ def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
         max_batch_tokens=max_num_seqs + spare_tokens,
         prefix_cache=prefix_cache,
         max_context=24,
+        reserve=reserve,
+        policy=policy,
     )
     flying: list[tuple[Step, list[int]]] = []
 

@@ -1,0 +1,301 @@
+"""Traffic without a device: the scheduler and the block manager over a trace of requests, with a cost table in place of a model.
+
+    python -m runtime simulate --trace FILE --rate 2 --scheduler.policy cost --scheduler.itl_ms 50
+
+Arrivals are open loop: a request arrives when the trace says, however long the queue is. A step takes what the table says; the
+tokens come when it ends. The scheduler does not know how long an answer will be, as in real traffic: it ends with a stop token.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.blocks import BlockManager
+from runtime.config import RuntimeConfig
+from runtime.costs import StepCosts
+from runtime.policy import CheapestPerToken, fill_budget
+from runtime.request import Request, RequestError, SamplingParams
+from runtime.scheduler import Scheduler, Step
+
+GOOD_TTFT_MS, GOOD_ITL_MS = 500.0, 50.0
+_STOP, _GO_ON = 0, 1  # tokens that answers are made of
+_STOPS = frozenset({_STOP})
+
+
+class Arrival(NamedTuple):
+    """One request of a trace: when, how long. Requests of one ``group`` share their first ``shared`` prompt tokens."""
+
+    second: float
+    prompt: int
+    generated: int
+    group: str = ""
+    shared: int = 0
+
+
+def read_trace(path: str | Path) -> list[Arrival]:
+    """A CSV file with the columns TIMESTAMP (ISO 8601, or seconds), ContextTokens, GeneratedTokens; optional Group, SharedTokens.
+
+    Requests of no tokens count as one token. Raises ValueError naming file and line.
+    """
+    arrivals = []
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
+            if missing:
+                raise ValueError(f"--trace {path}: no column {', '.join(sorted(missing))}; found {', '.join(reader.fieldnames or ())}")
+            for row in reader:
+                try:
+                    arrivals.append(_arrival(row))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"--trace {path}: line {reader.line_num}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--trace {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--trace {path}: not text: {error}") from error
+    if not arrivals:
+        raise ValueError(f"--trace {path}: no requests")
+    arrivals.sort(key=lambda arrival: arrival.second)
+    start = arrivals[0].second
+    return [arrival._replace(second=arrival.second - start) for arrival in arrivals]
+
+
+def _arrival(row: dict[str, str]) -> Arrival:
+    prompt, generated = (max(int(row[name]), 1) for name in ("ContextTokens", "GeneratedTokens"))
+    shared = int(row.get("SharedTokens") or 0)
+    if shared < 0:
+        raise ValueError(f"SharedTokens: expected at least 0, got {shared}")
+    return Arrival(_second(row["TIMESTAMP"]), prompt, generated, row.get("Group") or "", shared)
+
+
+def _second(text: str) -> float:
+    try:
+        second = float(text)
+    except ValueError:
+        return datetime.fromisoformat(text[:26]).timestamp()
+    if not math.isfinite(second):
+        raise ValueError(f"TIMESTAMP: expected a time, got {text!r}")
+    return second
+
+
+class Sample(NamedTuple):
+    """The state at the end of a step, for pictures over time."""
+
+    second: float
+    running: int
+    waiting: int
+    pages: int
+    step_ms: float
+    tokens: int
+
+
+@dataclass
+class Outcome:
+    """What happened. Times in ms; the lists have one entry a request (ttft, worst) or a token (itl)."""
+
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    good: int = 0
+    finished: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    running_sum: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    tokens_by_mode: Counter[str] = field(default_factory=Counter)
+    steps_by_mode: Counter[str] = field(default_factory=Counter)
+    rows: int = 0  # of captured steps
+    padding: int = 0
+    step_sizes: Counter[int] = field(default_factory=Counter)
+    preemptions: int = 0
+    cached_tokens: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """Numbers to print and to keep."""
+        requests, tokens = max(1, self.finished + self.refused), max(1, sum(self.tokens_by_mode.values()))
+        seconds = self.seconds or 1.0
+        return {
+            "requests": self.finished,
+            "refused": self.refused,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "mean_running": self.running_sum / max(1, self.steps),
+            "requests_per_s": self.finished / seconds,
+            "generated_tokens_per_s": self.generated_tokens / seconds,
+            "prompt_tokens_per_s": self.prompt_tokens / seconds,
+            "ttft_ms": {f"p{p}": percentile(self.ttft, p) for p in (50, 90, 99)},
+            "itl_ms": {f"p{p}": percentile(self.itl, p) for p in (50, 90, 99)},
+            "goodput": self.good / requests,
+            "tokens_by_mode": {mode: self.tokens_by_mode[mode] / tokens for mode in ("full", "piecewise", "eager")},
+            "padding": self.padding / max(1, self.rows),
+            "preemptions": self.preemptions,
+            "cached_prompt_tokens": self.cached_tokens,
+            "step_sizes": dict(sorted(self.step_sizes.items())),
+        }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that ``percent`` of all do not exceed; NaN of none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def make_scheduler(config: RuntimeConfig, table: StepCosts, *, num_pages: int, max_context: int) -> Scheduler:
+    """The scheduler that an engine of this configuration has."""
+    limits = config.scheduler
+    cost = limits.policy == "cost"
+    return Scheduler(
+        BlockManager(num_pages, config.cache.page_size, config.cache.prefix_cache),
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_context=limits.max_context or max_context,
+        policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if cost else fill_budget,
+        table=table,
+        reserve=cost,
+    )
+
+
+def simulate(
+    arrivals: Iterable[Arrival], scheduler: Scheduler, table: StepCosts, *, rate: float = 1.0, max_tokens: int = 4096, every: int = 0
+) -> Outcome:
+    """Run a trace to its end. rate: arrivals come so many times as fast. max_tokens: what requests ask for at most.
+
+    every: keep a ``Sample`` of each so many-th step; 0 keeps none.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"--rate: expected a number above 0, got {rate}")
+    outcome = Outcome()
+    pending = iter(arrivals)
+    upcoming = next(pending, None)
+    live: dict[int, _Live] = {}
+    params = SamplingParams(max_tokens=max_tokens)
+    number, now = 0, 0.0  # ms
+    to_ms = 1e3 / rate
+    while True:
+        while upcoming is not None and upcoming.second * to_ms <= now:
+            request = Request(number, _prompt(number, upcoming), params, _STOPS, upcoming.group.encode())
+            try:
+                scheduler.add(request)
+                live[number] = _Live(upcoming.second * to_ms, min(upcoming.generated, max_tokens))
+            except RequestError:
+                outcome.refused += 1
+            number += 1
+            upcoming = next(pending, None)
+        step = scheduler.schedule()
+        if step is None:
+            if upcoming is None:
+                break
+            now = max(now, upcoming.second * to_ms)
+            continue
+        ms = _count(outcome, step, table)
+        now += ms
+        outcome.running_sum += len(scheduler.running)
+        tokens = [_STOP if chunk.num_generated + 1 >= live[chunk.request.number].generated else _GO_ON for chunk in step.chunks]
+        for request in scheduler.complete(step, tokens):
+            live[request.number].token(now, outcome)
+            if request.finish_reason is not None:
+                live.pop(request.number).end(outcome)
+        if every and outcome.steps % every == 0:
+            blocks = scheduler.blocks
+            held = blocks.usable_pages - blocks.num_available
+            size = sum(chunk.num_tokens for chunk in step.chunks)
+            outcome.samples.append(Sample(now / 1e3, len(scheduler.running), len(scheduler.waiting), held, ms, size))
+    outcome.seconds = now / 1e3
+    outcome.preemptions, outcome.cached_tokens = scheduler.preemptions, scheduler.cached_tokens
+    return outcome
+
+
+class _Live:
+    """A request on its way: when it came, how many tokens it will get, when the latest one came, and how long each took."""
+
+    __slots__ = ("arrived", "gaps", "generated", "last", "ttft")
+
+    def __init__(self, arrived: float, generated: int) -> None:
+        self.arrived, self.generated = arrived, generated
+        self.last = self.ttft = -1.0
+        self.gaps: list[float] = []
+
+    def token(self, now: float, outcome: Outcome) -> None:
+        if self.ttft < 0:
+            self.ttft = now - self.arrived
+        else:
+            self.gaps.append(now - self.last)
+        self.last = now
+        outcome.generated_tokens += 1
+
+    def end(self, outcome: Outcome) -> None:
+        outcome.finished += 1
+        outcome.ttft.append(self.ttft)
+        outcome.itl += self.gaps
+        outcome.good += self.ttft <= GOOD_TTFT_MS and (not self.gaps or percentile(self.gaps, 99) <= GOOD_ITL_MS)
+
+
+def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
+    """Tokens that no other request has, after those that its group shares."""
+    shared = min(arrival.shared, arrival.prompt)
+    start = (number + 1) << 32
+    return (*range(2, 2 + shared), *range(start, start + arrival.prompt - shared))
+
+
+def _count(outcome: Outcome, step: Step, table: StepCosts) -> float:
+    """Add a step to the totals; its time in ms."""
+    tokens = context = pairs = 0
+    prompts = False
+    for _, start, count, _, num_generated in step.chunks:
+        tokens += count
+        if count > 1 or num_generated == 0:
+            outcome.prompt_tokens += count
+        context += start + count
+        if count > 1:
+            prompts = True
+            pairs += count * (2 * start + count) // 2
+            context -= start + count  # a chunk's reads are part of its pairs
+    base, mode, rows = table.step(tokens, prompts)
+    outcome.steps += 1
+    outcome.steps_by_mode[mode] += 1
+    outcome.tokens_by_mode[mode] += tokens
+    outcome.step_sizes[tokens] += 1
+    if mode != "eager":
+        outcome.rows += rows
+        outcome.padding += rows - tokens
+    return base + table.kv_ms * context + table.pair_ms * pairs
+
+
+def draw(outcome: Outcome, title: str, path: str | Path) -> None:
+    """A picture over time: requests, tokens a step, time a step, pages held. Needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("--picture needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    seconds = [sample.second for sample in outcome.samples]
+    figure, axes = pyplot.subplots(4, 1, figsize=(11, 10), sharex=True)
+    axes[0].plot(seconds, [sample.running for sample in outcome.samples], label="running")
+    axes[0].plot(seconds, [sample.waiting for sample in outcome.samples], label="waiting")
+    axes[0].legend(loc="upper right")
+    axes[0].set_ylabel("requests")
+    for axis, name, values in (
+        (axes[1], "tokens in the step", [sample.tokens for sample in outcome.samples]),
+        (axes[2], "ms of the step", [sample.step_ms for sample in outcome.samples]),
+        (axes[3], "pages held", [sample.pages for sample in outcome.samples]),
+    ):
+        axis.plot(seconds, values, ".", markersize=1.5)
+        axis.set_ylabel(name)
+    axes[0].set_title(title)
+    axes[-1].set_xlabel("s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
