@@ -45,14 +45,6 @@ except ImportError:  # the package must import on machines that only want the re
         def jit(fn: Any = None, **_: Any) -> Any:
             return _MissingTriton.jit if fn is None else _MissingKernel(fn.__name__)
 
-        @staticmethod
-        def cdiv(a: int, b: int) -> int:
-            return -(-a // b)
-
-        @staticmethod
-        def next_power_of_2(n: int) -> int:
-            return 1 << max(n - 1, 0).bit_length()
-
     triton: Any = _MissingTriton()  # type: ignore[no-redef]
     tl: Any = _MissingLanguage()  # type: ignore[no-redef]
 

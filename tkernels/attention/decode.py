@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from tkernels._target import target_of
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, cap_logits, finish, merge_states, product, read, token_slots
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import DecodeTiles, decode_tiles
@@ -350,9 +350,9 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     if tiles is None:
         tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group)
     rows = queries * group
-    block_m = min(32, max(8, triton.next_power_of_2(rows)))
-    row_tiles = triton.cdiv(rows, block_m)
-    block_d = max(16, triton.next_power_of_2(x.dim))
+    block_m = min(32, max(8, next_power_of_2(rows)))
+    row_tiles = cdiv(rows, block_m)
+    block_d = max(16, next_power_of_2(x.dim))
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (x.kv_heads * row_tiles))
     by_range = x.num_seqs > ranges
     owners = min(x.num_seqs, ranges)
@@ -373,7 +373,7 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
         x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
-        PAGE=x.page_size, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)), RANGES=ranges,
+        PAGE=x.page_size, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES_MULTI=_LEAVES_MULTI,
         SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,

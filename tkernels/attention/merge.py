@@ -11,7 +11,7 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.attention.ref import merge_attention_ref
 
 
@@ -66,9 +66,9 @@ def _merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
     out, lse = _fake(out_a)
     tokens, heads, dim = out_a.shape
     if out.numel():
-        block_d = triton.next_power_of_2(dim)
+        block_d = next_power_of_2(dim)
         block_r = max(1, min(16, 1024 // block_d))
-        _merge_kernel[(triton.cdiv(tokens * heads, block_r),)](
+        _merge_kernel[(cdiv(tokens * heads, block_r),)](
             out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads,
             out_a.stride(0), out_a.stride(1), *lse_a.stride(), out_b.stride(0), out_b.stride(1), *lse_b.stride(),
             DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=1 if block_d * block_r <= 512 else 4,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from tkernels._target import target_of
-from tkernels._triton import cast, tl, triton
+from tkernels._triton import cast, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, cap_logits, finish, product, token_slots
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
@@ -198,7 +198,7 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
     group = x.heads // x.kv_heads
     if tiles is None:
         tiles = prefill_tiles(target_of(out.device).arch, x.dim, x.k_cache.element_size())
-    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_m = max(tiles.block_m, next_power_of_2(group))
     # sum of ceil(query_len / tokens) over at most tokens // min_query sequences
     num_tokens = x.q.shape[0]
     num_tiles = num_tokens // (block_m // group) + min(x.num_seqs, num_tokens // min_query)
@@ -210,8 +210,8 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         x.num_seqs, num_tiles, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
-        GROUP=group, DIM=x.dim, BLOCK_D=max(16, triton.next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
-        BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, triton.next_power_of_2(x.num_seqs)),
+        GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,

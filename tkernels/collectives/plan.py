@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tkernels._triton import INTERPRETED, triton
+from tkernels._triton import INTERPRETED, cdiv, next_power_of_2
 from tkernels.collectives.fused import MAX_SPLIT, MAX_SPLIT_ROWS
 from tkernels.collectives.lamport import HEADER_BYTES, MAX_GRID
 
@@ -67,12 +67,12 @@ def plan_all_reduce(nbytes: int, world: int, sizes: Sizes, max_bytes: int) -> La
     if nbytes <= min(_row(_ONE_SHOT, world), sizes.one_shot_bytes):
         vectors = -(-nbytes // 16) + 1  # and the header
         lanes = 128 if vectors <= 8192 else 256 if vectors <= 65536 else 512
-        grid = min(triton.cdiv(vectors, lanes), MAX_GRID if lanes < 512 else MAX_GRID // 2)
+        grid = min(cdiv(vectors, lanes), MAX_GRID if lanes < 512 else MAX_GRID // 2)
         return Launch("one_shot", lanes, grid, loop=grid * lanes < vectors)
     if nbytes <= _row(_TWO_SHOT, world):
-        stripe = triton.cdiv(triton.cdiv(min(nbytes, max_bytes), 16), world) + 1
+        stripe = cdiv(cdiv(min(nbytes, max_bytes), 16), world) + 1
         lanes = 64 if stripe <= 8192 else 256
-        return Launch("two_shot", lanes, min(triton.cdiv(stripe, lanes), MAX_GRID))
+        return Launch("two_shot", lanes, min(cdiv(stripe, lanes), MAX_GRID))
     return Launch("library")
 
 
@@ -82,23 +82,23 @@ def plan_gather(nbytes: int, world: int, sizes: Sizes) -> Launch:
         return Launch("library")
     vectors = -(-nbytes // 16) + 1
     lanes = 128 if vectors <= 16384 else 256
-    return Launch("one_shot", lanes, min(triton.cdiv(vectors, lanes), MAX_GRID))
+    return Launch("one_shot", lanes, min(cdiv(vectors, lanes), MAX_GRID))
 
 
 def plan_fused(rows: int, hidden: int, itemsize: int, world: int, sizes: Sizes, max_bytes: int) -> Launch:
     """For all_reduce_add_rms_norm. "library" here: the plain all-reduce (of whichever kind), then add_rms_norm."""
     per = 16 // itemsize
-    row_vectors = triton.cdiv(hidden, per)
+    row_vectors = cdiv(hidden, per)
     nbytes = rows * row_vectors * 16
     if row_vectors <= 4096 and nbytes <= min(_row(_FUSED_ONE_SHOT, world), sizes.one_shot_bytes):
         split = 1
         if rows <= MAX_SPLIT_ROWS and row_vectors > 512 and not INTERPRETED:  # the interpreter runs programs one by one
-            split = min(MAX_SPLIT, triton.next_power_of_2(triton.cdiv(row_vectors, 128)))
-        lanes = max(32, triton.next_power_of_2(triton.cdiv(row_vectors, split)))
+            split = min(MAX_SPLIT, next_power_of_2(cdiv(row_vectors, 128)))
+        lanes = max(32, next_power_of_2(cdiv(row_vectors, split)))
         grid = min(rows * split + 1, MAX_GRID + 1 - split)
         return Launch("one_shot", lanes, grid, loop=grid < rows * split + 1, split=split)
-    part = triton.cdiv(row_vectors, world)
+    part = cdiv(row_vectors, world)
     if hidden % per == 0 and part <= 1024 and nbytes <= max_bytes and rows * part * 16 <= sizes.two - 2 * HEADER_BYTES:
-        lanes = max(32, triton.next_power_of_2(part))
+        lanes = max(32, next_power_of_2(part))
         return Launch("two_shot", lanes, min(rows + 1, MAX_GRID))
     return Launch("library")
