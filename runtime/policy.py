@@ -6,6 +6,7 @@ at nothing but their arguments, so every rank of a tensor-parallel run composes 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from runtime.costs import INF, StepCosts
@@ -14,6 +15,9 @@ _MARGIN = 0.95  # a smaller chunk must be this much cheaper per token: measured 
 _SMOOTH = 1.05  # with a target for the time between tokens: what prompts that are in no hurry may cost more for shorter steps
 _ITL_SHARE = 0.6  # of the target that a predicted step may take; the rest is for prediction errors
 _TTFT_SHARE = 0.15  # of the target, from which on prompts are in a hurry
+
+
+_SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # a chunk is one of so many that make up all prompt tokens that may join
 
 
 class Load(NamedTuple):
@@ -98,10 +102,12 @@ class CheapestPerToken:
             limit = max(_ITL_SHARE * self.itl_ms, decode_ms + self.itl_ms / 4)  # decode alone may miss it: prompts go on all the same
             rounds = [each for each in rounds if each[0] <= limit] or [min(rounds)]
             # What counts is when the prompts that may join have all run: a rest costs a whole step of its own.
-            rest = lambda tokens: table.ms(decodes + tokens, True) + reading if tokens else 0.0
-            cost = lambda each: each[0] * (most // each[1]) + rest(most % each[1])
-            enough = (1.0 if hurry else _SMOOTH) * min(map(cost, rounds))
-            chosen = min(each for each in rounds if cost(each) <= enough)
+            totals = []
+            for ms, tokens, _ in rounds:
+                rest = most % tokens
+                totals.append(ms * (most // tokens) + (table.ms(decodes + rest, True) + reading if rest else 0.0))
+            enough = (1.0 if hurry else _SMOOTH) * min(totals)
+            chosen = min(each for each, total in zip(rounds, totals, strict=True) if total <= enough)
         else:
             cost = lambda each: each[0] / (decodes + each[1])
             longest = max(rounds, key=lambda each: each[1])
@@ -111,14 +117,18 @@ class CheapestPerToken:
         return chosen[1], chosen[2]
 
     def _candidates(self, decodes: int, most: int) -> list[int]:
-        """Chunk lengths worth a look: those that land on a captured size, with the decodes or without, some beyond, and all."""
+        """Chunk lengths worth a look: all, and shares of all that end on a captured size, with the decodes or without."""
         table = self.table
+        sizes = table.sizes or table.measured
         tokens = {most}
-        for size in table.sizes:
-            tokens.update(count for count in (size - decodes, size) if 0 < count < most)
-        beyond = table.sizes[-1] if table.sizes else 64
-        while (beyond := beyond * 5 // 4) < most:
-            tokens.add(beyond)
-        if not table.sizes:
-            tokens.update(size - decodes for size in table.measured if 0 < size - decodes < most)
-        return sorted(tokens)
+        for share in _SHARES:
+            length = -(-most // share)
+            for beside in (0, decodes):
+                index = bisect_left(sizes, length + beside)
+                if index < len(sizes) and 0 < sizes[index] - beside < most:
+                    tokens.add(sizes[index] - beside)
+                elif index and 0 < sizes[index - 1] - beside < most:  # none is so large, or the next one is too large for all
+                    tokens.add(sizes[index - 1] - beside)
+            if table.sizes and length + decodes > table.sizes[-1]:
+                tokens.add(length)
+        return list(tokens)

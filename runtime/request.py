@@ -50,6 +50,7 @@ class Request:
     salt: bytes = b""
     token_limit: int = 0  # prompt and answer at most; set when the scheduler accepts the request
 
+    num_prompt: int = field(init=False)
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full pages of ``tokens``, chained
@@ -67,14 +68,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
+        self.num_prompt = len(self.tokens)
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.prompt_tokens)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def generated(self) -> list[int]:
-        return self.tokens[len(self.prompt_tokens) :]
+        return self.tokens[self.num_prompt :]
 
     @property
     def seed(self) -> int:

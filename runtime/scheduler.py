@@ -158,23 +158,23 @@ class Scheduler:
         """Take back a step that has run, with one token per chunk. Returns the requests that got a token, in the step's order."""
         assert len(tokens) == len(step.chunks), "one token per chunk is expected"
         self.steps_in_flight -= 1
-        grown = []
-        for chunk, token in zip(step.chunks, tokens, strict=True):
-            request = chunk.request
+        grown, page_size = [], self.blocks.page_size
+        for (request, start, count, samples, _), token in zip(step.chunks, tokens, strict=True):
             request.steps_in_flight -= 1
-            request.num_sampling -= chunk.samples
+            request.num_sampling -= samples
             if request.finish_reason is not None:  # it ended while this step was in flight: the token is not part of the answer
                 self._release_if_idle(request)
                 continue
-            request.num_computed = chunk.start + chunk.num_tokens
-            self._register_pages(request)
-            if not chunk.samples:
+            request.num_computed = start + count
+            if request.num_computed >= (request.num_registered + 1) * page_size:
+                self._register_pages(request)
+            if not samples:
                 continue
             request.tokens.append(token)
             grown.append(request)
             if token in request.eos_tokens and not request.params.ignore_eos:
                 self.finish(request, "stop")
-            elif len(request.tokens) >= request.token_limit:
+            elif request.exhausted and len(request.tokens) >= request.token_limit:
                 self.finish(request, "length")
         return grown
 
@@ -236,7 +236,7 @@ class Scheduler:
 
         With hundreds of requests this loop is the scheduler's time, so it makes its chunks itself.
         """
-        running, page_size = self.running, self.blocks.page_size
+        running, page_size, append = self.running, self.blocks.page_size, chunks.append
         preempted = False
         for request in running:  # preemption takes requests from the end, behind the one that is given a token
             start = request.num_scheduled
@@ -257,7 +257,7 @@ class Scheduler:
             if length + 1 >= request.token_limit:
                 request.exhausted = True
                 self._exhausted += 1
-            chunks.append(_chunk((request, start, 1, True, length - len(request.prompt_tokens))))
+            append(_chunk((request, start, 1, True, length - request.num_prompt)))
         return preempted
 
     def _give_prompts(self, chunks: list[Chunk], allowance: int, admitting: bool) -> None:
@@ -288,7 +288,7 @@ class Scheduler:
             request.exhausted = True
             self._exhausted += 1
         self._stale = True
-        return Chunk(request, start, count, samples, length - len(request.prompt_tokens))
+        return Chunk(request, start, count, samples, length - request.num_prompt)
 
     def _take_back(self, chunks: Sequence[Chunk]) -> None:
         """Undo the decodes of a step that does not come about; the pages stay for the next one."""
