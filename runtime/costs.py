@@ -91,13 +91,18 @@ class StepCosts:
     ) -> None:
         self._decode, self._mixed = _Costs(decode, rule), _Costs(mixed, rule)
         self.kv_ms, self.pair_ms, self.source = kv_ms, pair_ms, source
+        self._known_ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
     def step(self, tokens: int, prompts: bool) -> StepCost:
         """A step of so many tokens, with chunks of prompts in it or without."""
         return (self._mixed if prompts else self._decode).cost(tokens)
 
     def ms(self, tokens: int, prompts: bool) -> float:
-        return self.step(tokens, prompts).ms
+        known = self._known_ms[prompts]
+        ms = known.get(tokens)
+        if ms is None:  # the scheduler asks for the same few thousand sizes again and again
+            ms = known[tokens] = self.step(tokens, prompts).ms
+        return ms
 
     @property
     def sizes(self) -> list[int]:

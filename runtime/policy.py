@@ -7,6 +7,7 @@ at nothing but their arguments, so every rank of a tensor-parallel run composes 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from runtime.costs import INF, StepCosts
@@ -92,43 +93,52 @@ class CheapestPerToken:
         table, decodes, most = self.table, load.decodes, load.prompt_tokens
         reading = table.kv_ms * load.context
         decode_ms = table.ms(decodes, False) + reading if decodes else 0.0
-        rounds = []  # ms, prompt tokens, together
+        bounded = decodes > 0 and self.itl_ms > 0
+        limit = max(_ITL_SHARE * self.itl_ms, decode_ms + self.itl_ms / 4) if bounded else INF  # prompts always go on
+        rounds: list[tuple[float, float, int, bool]] = []  # cost, ms, prompt tokens, together
+        shortest = (INF, 0, True)
+        best = INF
         for tokens in self._candidates(decodes, most):
             attention = table.pair_ms * tokens * (load.prompt_context + tokens / 2)
             joined = table.ms(decodes + tokens, True) + reading + attention
             apart = table.ms(tokens, True) + attention + decode_ms if decodes else INF
-            rounds.append((min(joined, apart), tokens, joined <= apart))
-        if decodes and self.itl_ms:
-            limit = max(_ITL_SHARE * self.itl_ms, decode_ms + self.itl_ms / 4)  # decode alone may miss it: prompts go on all the same
-            rounds = [each for each in rounds if each[0] <= limit] or [min(rounds)]
-            # What counts is when the prompts that may join have all run: a rest costs a whole step of its own.
-            totals = []
-            for ms, tokens, _ in rounds:
-                rest = most % tokens
-                totals.append(ms * (most // tokens) + (table.ms(decodes + rest, True) + reading if rest else 0.0))
-            enough = (1.0 if hurry else _SMOOTH) * min(totals)
-            chosen = min(each for each, total in zip(rounds, totals, strict=True) if total <= enough)
+            ms, together = (joined, True) if joined <= apart else (apart, False)
+            if ms > limit:
+                shortest = min(shortest, (ms, tokens, together))
+                continue
+            if bounded:  # what counts is when all these prompts have run: a rest costs a whole step of its own
+                count, rest = divmod(most, tokens)
+                cost = ms * count + (table.ms(decodes + rest, True) + reading if rest else 0.0)
+            else:
+                cost = ms / (decodes + tokens)
+            rounds.append((cost, ms, tokens, together))
+            best = min(best, cost)
+            if cost > 1.5 * best:
+                break  # candidates become shorter, and shorter ones dearer
+        if not rounds:
+            return shortest[1:]
+        if bounded:
+            enough = best if hurry else _SMOOTH * best
+            chosen = min((each for each in rounds if each[0] <= enough), key=lambda each: each[1])
         else:
-            cost = lambda each: each[0] / (decodes + each[1])
-            longest = max(rounds, key=lambda each: each[1])
-            chosen = min(rounds, key=lambda each: (cost(each), -each[1]))
-            if not cost(chosen) < _MARGIN * cost(longest):
+            longest = max(rounds, key=lambda each: each[2])
+            chosen = min(rounds, key=lambda each: (each[0], -each[2]))
+            if not chosen[0] < _MARGIN * longest[0]:
                 chosen = longest
-        return chosen[1], chosen[2]
+        return chosen[2], chosen[3]
 
-    def _candidates(self, decodes: int, most: int) -> list[int]:
-        """Chunk lengths worth a look: all, and shares of all that end on a captured size, with the decodes or without."""
+    def _candidates(self, decodes: int, most: int) -> Iterator[int]:
+        """Chunk lengths worth a look, long ones first: all, and shares of all that end on a captured size, with decodes or without."""
         table = self.table
         sizes = table.sizes or table.measured
-        tokens = {most}
+        yield most
         for share in _SHARES:
             length = -(-most // share)
-            for beside in (0, decodes):
+            if table.sizes and share > 1 and length + decodes > table.sizes[-1]:
+                yield length
+            for beside in (0, decodes) if decodes else (0,):
                 index = bisect_left(sizes, length + beside)
                 if index < len(sizes) and 0 < sizes[index] - beside < most:
-                    tokens.add(sizes[index] - beside)
+                    yield sizes[index] - beside
                 elif index and 0 < sizes[index - 1] - beside < most:  # none is so large, or the next one is too large for all
-                    tokens.add(sizes[index - 1] - beside)
-            if table.sizes and length + decodes > table.sizes[-1]:
-                tokens.add(length)
-        return list(tokens)
+                    yield sizes[index - 1] - beside

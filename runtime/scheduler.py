@@ -94,7 +94,7 @@ class Scheduler:
         self._rows = list(range(max_num_seqs - 1, -1, -1))  # free rows of the runner's block table, a stack
         self.preemptions = self.cached_tokens = 0
         self._lengths = AnswerLengths()
-        self._prefilling: list[Request] = []  # running requests with more than one token to run; made anew when stale
+        self._prefilling: list[Request] = []  # running requests with more than one token to run, and when stale some that were
         self._stale = False
         self._exhausted = 0  # running requests that have nothing left to run
         self._blocked = False  # the first waiting request was not admitted, and no pages have come back since
@@ -126,7 +126,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None when nothing can run before a step in flight has come back, or when there is no work."""
         if self._stale:
-            self._prefilling = [request for request in self.running if request.num_to_run > 1]
+            self._prefilling = [each for each in self._prefilling if each.row >= 0 and each.finish_reason is None and each.num_to_run > 1]
             self._stale = False
         admitting = bool(self.waiting and self._rows and not self._blocked)
         decode, allowance = self._compose(admitting) if admitting or self._prefilling else (True, 0)
@@ -273,6 +273,7 @@ class Scheduler:
                 break
             request = self.waiting.popleft()
             self.running.append(request)
+            self._prefilling.append(request)
             count = min(request.num_to_run, allowance)
             chunks.append(self._give(request, count))
             allowance -= count
