@@ -10,6 +10,9 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
+# One thread a process, subprocesses too: the suite runs a worker for each core, and small tensors gain nothing from more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
