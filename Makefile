@@ -23,8 +23,9 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) --editable '.[test]'
 	@touch $@
 
+# Threads that wait asleep cost nothing on idle cores and spare busy ones a standstill.
 demo: $(VENV)/.demo
-	$(BIN)/python -m runtime generate --config configs/demo.toml --chat --max-tokens 64 \
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m runtime generate --config configs/demo.toml --chat --max-tokens 64 \
 	  "What is the capital of France?" \
 	  "Write one sentence about the sea." \
 	  "How many legs does a spider have?" \
