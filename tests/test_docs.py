@@ -48,6 +48,24 @@ def test_code_in_the_documents_runs(page: str) -> None:
             exec(compile(code, page, "exec"), names)
 
 
+def test_code_in_the_readme_runs() -> None:
+    """All but what needs a model of the reader's."""
+    found = [code for _, code in blocks("../README.md") if "path/to/model" not in code]
+    assert len(found) == 2
+    with reference_ops():
+        for code in found:
+            exec(compile(code, "README.md", "exec"), {})
+
+
+def test_batches_in_the_readme_fit_the_demo() -> None:
+    from runtime.cli import _batch
+    from runtime.config import RuntimeConfig
+
+    config = RuntimeConfig.load(ROOT / "configs" / "demo.toml")
+    (line,) = re.findall(r"explain +--config configs/demo.toml (\d.*?) *#", (ROOT / "README.md").read_text())
+    assert [_batch(text, config) for text in line.split()] == [(3, 0), (3, 100)]
+
+
 def test_a_strangers_kernel_joins_the_suite_in_one_file(tmp_path: Path) -> None:
     """The file in extending.md, taken out and run: it passes, and its JSON names peers, errors and rates."""
     file, code = next((file, code) for file, code in blocks("extending.md") if file is not None)
