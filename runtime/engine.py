@@ -118,10 +118,14 @@ class Engine:
         """The same answers as ``generate``, as they grow. Leaving the loop early ends the requests."""
         events: deque[Event] = deque()
         answers = self._submit_all(prompts, params, chat, on_error, events)  # at the call, not at the first item: errors come here
-        return self._take(answers, events)
+        taken = self._take(answers, events)
+        next(taken)
+        return taken
 
     def _take(self, answers: list[Answer | RequestError], events: deque[Event]) -> Iterator[Event]:
+        """The events, after one that is none: ``stream`` takes it, so that dropping the iterator unread ends the requests too."""
         try:
+            yield Event(-1, "", [])
             for index, answer in enumerate(answers):
                 if isinstance(answer, RequestError):
                     yield Event(index, "", [], "error", str(answer))
@@ -140,6 +144,8 @@ class Engine:
     ) -> list[Answer | RequestError]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
+        if not isinstance(prompts, Iterable) or _is_token(prompts):
+            raise TypeError(f"prompts: expected a text, token ids, or several of either, got {prompts!r}")
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if given and _is_token(given[0]):
             given = [given]  # one prompt alone

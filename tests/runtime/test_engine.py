@@ -115,6 +115,14 @@ def test_leaving_a_stream_ends_its_requests(device: torch.device) -> None:
     check_idle(engine)
 
 
+def test_a_stream_that_is_never_read_ends_its_requests(device: torch.device) -> None:
+    engine = make_engine(device)
+    stream = engine.stream([[1, 2], [3]], SamplingParams(max_tokens=50))
+    assert engine.has_work
+    del stream
+    check_idle(engine)
+
+
 def test_aborting_one_request_leaves_the_others(device: torch.device) -> None:
     engine = make_engine(device)
     params = SamplingParams(max_tokens=8)
@@ -225,6 +233,15 @@ def test_text_without_a_tokenizer_is_refused(device: torch.device) -> None:
         engine.generate(["hi"])
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
         engine.generate([[1]], SamplingParams(stop="x"))
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, np.int64(5), torch.tensor(5)])
+def test_prompts_that_are_none_are_named(device: torch.device, prompts: Any) -> None:
+    engine = make_engine(device)
+    for method in (engine.generate, engine.stream):
+        with pytest.raises(TypeError, match=r"prompts: expected a text, token ids, or several of either, got"):
+            method(prompts)
     check_idle(engine)
 
 
