@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # how a vocabulary names a byte it has no character for
 
 
 class TextError(ValueError):
@@ -20,6 +23,7 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None) -> None:
         self._fast, self._chat_template, self._special = fast, chat_template, special or {}
+        self._no_text = {number for number, token in fast.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
     def open(cls, folder: str | Path) -> Tokenizer:
@@ -54,6 +58,16 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._fast.decode(list(tokens), skip_special_tokens=True)
 
+    def may_change(self, token: int, open_before: bool) -> bool:
+        """Whether text that ends in this token may still change with the next one: bytes in a row are decoded together.
+
+        open_before: what was answered for the token before; tokens that are no text leave it as it is.
+        """
+        name = self._fast.id_to_token(token)
+        if name is None or token in self._no_text:
+            return open_before
+        return _BYTE.fullmatch(name) is not None
+
     @property
     def can_chat(self) -> bool:
         return self._chat_template is not None
@@ -79,12 +93,14 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before _read are text already; those from _start on give the next ones their context
+        self._open = False
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
         self._tokens.append(token)
+        self._open = self._tokenizer.may_change(token, self._open)
         return self._give(self._decode(final=False), final=False)
 
     def finish(self) -> str:
@@ -92,6 +108,8 @@ class TextStream:
         return self._give(self._decode(final=True), final=True)
 
     def _decode(self, final: bool) -> str:
+        if self._open and not final:
+            return ""
         before = self._tokenizer.decode(self._tokens[self._start : self._read])
         after = self._tokenizer.decode(self._tokens[self._start :])
         if len(after) <= len(before) or (after.endswith("\ufffd") and not final):

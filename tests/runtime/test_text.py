@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -27,8 +27,20 @@ def byte_tokenizer() -> FastTokenizer:
 TOKENIZER = Tokenizer(byte_tokenizer())
 
 
-def pieces(tokens: list[int], stop: tuple[str, ...] = ()) -> list[str]:
-    stream = TextStream(TOKENIZER, stop)
+def byte_fallback_tokenizer() -> FastTokenizer:
+    """As Llama 2 has it: words, and bytes by name, which are decoded together where they stand in a row; 10 is a special token."""
+    names = ["<unk>", "▁a", "▁", "b", "▁▁", "<0xE2>", "<0x82>", "<0xAC>", "<0x20>", "c"]
+    fast = FastTokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    fast.add_special_tokens(["</s>"])
+    return fast
+
+
+FALLBACK = Tokenizer(byte_fallback_tokenizer())
+
+
+def pieces(tokens: list[int], stop: tuple[str, ...] = (), tokenizer: Tokenizer = TOKENIZER) -> list[str]:
+    stream = TextStream(tokenizer, stop)
     parts = []
     for token in tokens:
         parts.append(stream.push(token))
@@ -55,6 +67,19 @@ def test_special_tokens_are_not_text() -> None:
 @given(st.lists(st.integers(0, 256), max_size=30))
 def test_pieces_together_are_the_decoded_whole(tokens: list[int]) -> None:
     assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.integers(0, 11), max_size=12))
+@example([6, 0, 4, 8, 7, 6, 4])
+@example([9, 5, 10, 6, 10, 7, 9])
+@example([9, 8, 6, 9])  # a valid byte that the next one makes invalid
+def test_pieces_of_byte_fallback_together_are_the_decoded_whole(tokens: list[int]) -> None:
+    assert "".join(pieces(tokens, tokenizer=FALLBACK)) == FALLBACK.decode(tokens)
+
+
+def test_bytes_in_a_row_come_when_the_row_ends() -> None:
+    assert pieces([9, 5, 6, 7, 9, 8], tokenizer=FALLBACK) == ["c", "", "", "", "€c", "", " "]
 
 
 @settings(max_examples=200, deadline=None)
