@@ -94,7 +94,7 @@ class Binding:
                 key.append(value.dtype)
             elif value.__class__ in _PLAIN:
                 key.append(value.__class__)  # True, 1 and 1.0 are equal to Python and not to a graph
-                key.append(value)
+                key.append(repr(value) if value.__class__ is float else value)  # and so are 0.0 and -0.0
             else:
                 return None
         return values, tuple(key)
@@ -111,7 +111,7 @@ class Binding:
             elif isinstance(value, (list, tuple, dict)):
                 self._read_tree(name, value, tensors, host)
             else:
-                host.append((name, value.__class__, _hashable(value)))
+                host.append((name, _kind(value), _hashable(value)))
         return Call(tensors, tuple(host), self.sizes(tensors))
 
     def _read_tree(self, name: str, value: Any, tensors: dict[str, torch.Tensor], host: list[Any]) -> None:
@@ -121,7 +121,7 @@ class Binding:
             if isinstance(leaf, torch.Tensor):
                 tensors[label] = leaf
             else:
-                host.append((label, leaf.__class__, _hashable(leaf)))
+                host.append((label, _kind(leaf), _hashable(leaf)))
         host.append((name, "structure", str(spec)))
         self._structures[name, str(spec)] = spec, [".".join([name, *(_key_text(key) for key in path)]) for path, _ in leaves]
 
@@ -142,6 +142,10 @@ class Binding:
                         f"{name}: expected {found[dim.name] + dim.extra} in dimension {axis} ({dim}, as {first} has it), got {shape[axis]}"
                     )
         if len(found) != len(self.size_names):
+            unknown = [n for n in self.dims if not self._variadic and n.partition(".")[0] not in self.names]
+            if unknown:
+                near = _near(self.dims, tensors)
+                raise ValueError(f"dynamic: `{unknown[0]}` is not an argument of forward; it has {self.names}{near}")
             missing = [n for n in self.size_names if n not in found]
             raise ValueError(f"dynamic: no argument gives {missing[0]}; got tensors {sorted(tensors)}{_near(self.dims, tensors)}")
         return found
@@ -196,6 +200,11 @@ class _ById:
 
     def __repr__(self) -> str:
         return f"<{type(self.value).__name__} at {id(self.value):#x}>"
+
+
+def _kind(value: Any) -> Any:
+    """What tells apart values that Python takes as equal: True, 1 and 1.0; 0.0 and -0.0."""
+    return (value.__class__, repr(value)) if isinstance(value, (float, complex)) else value.__class__
 
 
 def _hashable(value: Any) -> Any:

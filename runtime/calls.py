@@ -60,7 +60,8 @@ def illegal_memory(key: KeySteps, tensors: Mapping[str, torch.Tensor]) -> str:
                 return f"{other} and {name} share memory and the module writes its arguments"
     for name, tensor in key.static.items():
         given = tensors[name]
-        if given.data_ptr() != tensor.data_ptr() or given.shape != tensor.shape or given.stride() != tensor.stride():
+        same = given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape and given.stride() == tensor.stride()
+        if not same or given.dtype != tensor.dtype:
             return f"{name}: it is static, and not the memory that was captured"
     return ""
 

@@ -11,6 +11,7 @@ another stream waits for the one before.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections import Counter
@@ -87,9 +88,10 @@ class GraphedModule(torch.nn.Module):
         self.config = config
         self.borrow = borrow
         self._binding = Binding(module.forward, dynamic)
+        self._settings = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
         names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
-        self._bounds, self._static = dict(bounds), tuple(static)
+        self._bounds, self._static = dict(bounds), self._settings["static"]
         self._steps: Steps | None = None
         self._dispatcher: Dispatcher | None = None
         self._routes: dict[tuple[Any, ...], Route] = {}
@@ -97,6 +99,31 @@ class GraphedModule(torch.nn.Module):
         self._hot: Counter[tuple[tuple[Any, ...], int]] = Counter()
         self._lists: dict[str, list[int]] = {}
         self.plan: Plan | None = None
+        del self.__dict__["training"]  # the module's
+        self.__dict__["_is_made"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is no attribute of this class is the module's, as for reading."""
+        module = self.__dict__.get("module")
+        own = "_is_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if own or module is None or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def train(self, mode: bool = True) -> GraphedModule:
+        """As for the module. Graphs captured in the other mode are captured again at the next call, or it raises, as for weights."""
+        self.module.train(mode)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
+        """A copy of the module, with the same settings and without graphs: it warms up anew."""
+        made = GraphedModule(copy.deepcopy(self.module, memo), self.config.model_copy(deep=True), **self._settings)
+        memo[id(self)] = made
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,17 +2,18 @@
 
 A graph reads the addresses of the day it was captured. Registration hooks see ``module.weight = …`` and a replaced submodule at
 once; ``.data =``, ``.to(dtype)`` and ``_parameters[name] =`` fire none, so ``moved`` also sweeps over the slots, comparing the
-address in each with the one remembered (about 0.07 µs a slot). ``load_state_dict`` copies in place and moves nothing.
+address and the layout in each with those remembered. ``load_state_dict`` copies in place and moves nothing.
 
 Plain tensor attributes of modules are watched like buffers, and so are numbers, flags and texts (``module.scale = 0.5``): a graph
-has frozen them. Those of torch's own modules are left out, they say what the parameters' shapes say.
+has frozen them. Of torch's own modules with parameters the sizes are left out, they say what the parameters' shapes say; ``eps``,
+``p`` and ``training`` are not. Hooks and a replaced ``forward`` are watched too: a graph holds the kernels of those of its capture.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from operator import getitem
+from operator import getitem, is_, methodcaller
 from typing import Any
 
 import torch
@@ -45,18 +46,27 @@ class Persistent:
         """Take the present tensors and values as the right ones."""
         self.registered = False
         self._tensors, self._values = _Slots(), _Slots()
-        self._modules = list(self._root.modules())  # kept alive: their ids stand in _watchers
-        for prefix, module in self._root.named_modules():
+        named = dict(self._root.named_modules())
+        self._modules = list(named.values())  # kept alive: their ids stand in _watchers
+        self._module_names = list(named)
+        for prefix, module in named.items():
             _watchers[id(module)].add(self)
+            frozen = _FROZEN if not prefix or not _of_torch(module) or not (module._parameters or module._buffers) else (bool, float, str)
             for slots in (module._parameters, module._buffers, module.__dict__):
                 for key, value in slots.items():
                     if isinstance(value, torch.Tensor):
                         self._tensors.add(f"{prefix}.{key}" if prefix else key, slots, key)
-                    elif slots is module.__dict__ and isinstance(value, _FROZEN) and (not prefix or not _of_torch(module)):
+                    elif slots is module.__dict__ and isinstance(value, frozen):
                         self._values.add(f"{prefix}.{key}" if prefix else key, slots, key)
-        self._pointers = [t.data_ptr() for t in self._tensors.now()]
+        now = self._tensors.now()
+        self._pointers = [t.data_ptr() for t in now]
+        self._layouts = list(map(_layout, now))
         self._all = list(range(len(self._pointers)))
         self._frozen = self._values.now()
+        self._dicts: list[dict[str, Any]] = [m.__dict__ for m in self._modules]
+        self._hooks: list[dict[int, Any]] = [d for m in self._modules for d in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hook_ids = list(map(tuple, self._hooks))
+        self._forwards = list(map(_own_forward, self._dicts))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(zip(self._tensors.names, self._tensors.now(), strict=True))
@@ -65,14 +75,15 @@ class Persistent:
         """Stop watching values that differ now: the module changes them itself as it runs (a counter, a flag)."""
         kept = _Slots()
         for name, slots, key, then in zip(self._values.names, self._values.dicts, self._values.keys, self._frozen, strict=True):
-            if slots.get(key) == then:
+            if key in slots and _same(slots[key], then):
                 kept.add(name, slots, key)
         self._values, self._frozen = kept, kept.now()
 
     def code(self) -> tuple[Any, ...]:
         """Changes when compiled code may no longer be right for the module: shapes, dtypes, frozen values; not addresses."""
         shapes = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in self.tensors().items()]
-        return tuple(shapes), tuple(zip(self._values.names, self._frozen, strict=True))
+        values = [(name, value.__class__, repr(value)) for name, value in zip(self._values.names, self._frozen, strict=True)]
+        return tuple(shapes), tuple(values), tuple(self._hook_ids), tuple(map(id, self._modules)), tuple(map(id, self._forwards))
 
     def moved(self, sweep: bool = True) -> str | None:
         """The name of a tensor that is no longer where it was, or of a value that changed; None if all is as it was.
@@ -80,27 +91,53 @@ class Persistent:
         sweep: also look where no hook can see.
         """
         if self.registered:
-            before = dict(zip(self._tensors.names, self._pointers, strict=True))
             probe = Persistent(self._root)
-            after = dict(zip(probe._tensors.names, probe._pointers, strict=True))
+            before, after = self._facts(), probe._facts()
             changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+            changed = changed or [name for name in [self._changed_value()] if name]
             if changed:
                 return changed[0]
             self.refresh()
         if not sweep:
             return None
         try:
-            if _same_pointers(self._tensors.now(), self._pointers, self._all) and self._values.now() == self._frozen:
-                return None
+            now = self._tensors.now()
+            if _same_pointers(now, self._pointers, self._all) and list(map(_layout, now)) == self._layouts:
+                values = self._values.now()
+                if not all(map(is_, values, self._frozen)):
+                    if not all(map(_same, values, self._frozen)):
+                        return self._changed_value()
+                    self._frozen = values  # other objects of the same value
+                return self._changed_code()
         except (KeyError, TypeError, RuntimeError, AttributeError):  # deleted, set to None, or without a storage
             pass
-        for name, slots, key, then in zip(self._tensors.names, self._tensors.dicts, self._tensors.keys, self._pointers, strict=True):
+        at = zip(self._tensors.names, self._tensors.dicts, self._tensors.keys, self._pointers, self._layouts, strict=True)
+        for name, slots, key, then, layout in at:
             value = slots.get(key)
-            if not isinstance(value, torch.Tensor) or value.data_ptr() != then:
+            if not isinstance(value, torch.Tensor) or value.data_ptr() != then or _layout(value) != layout:
                 return name
+        return self._changed_value() or self._changed_code()
+
+    def _facts(self) -> dict[str, Any]:
+        """What a new registration may change, by name."""
+        facts: dict[str, Any] = {f"module {n or 'itself'}": id(m) for n, m in zip(self._module_names, self._modules, strict=True)}
+        return {**dict(zip(self._tensors.names, zip(self._pointers, self._layouts, strict=True), strict=True)), **facts}
+
+    def _changed_value(self) -> str | None:
         for name, slots, key, then in zip(self._values.names, self._values.dicts, self._values.keys, self._frozen, strict=True):
-            if key not in slots or slots[key] != then:
+            if key not in slots or not _same(slots[key], then):
                 return name
+        return None
+
+    def _changed_code(self) -> str | None:
+        """A hook that was added or removed, or a ``forward`` that was replaced."""
+        if list(map(tuple, self._hooks)) != self._hook_ids:
+            i = next(i for i, (d, then) in enumerate(zip(self._hooks, self._hook_ids, strict=True)) if tuple(d) != then)
+            return f"the hooks of {self._module_names[i // 2] or 'the module'}"
+        if not all(map(is_, map(_own_forward, self._dicts), self._forwards)):
+            pairs = enumerate(zip(self._dicts, self._forwards, strict=True))
+            i = next(i for i, (d, then) in pairs if _own_forward(d) is not then)
+            return f"forward of {self._module_names[i] or 'the module'}"
         return None
 
 
@@ -123,6 +160,16 @@ class _Slots:
 
 _FROZEN = (bool, int, float, str, type(None))
 _data_ptr: Any = torch.Tensor.data_ptr
+_own_forward = methodcaller("get", "forward")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _same(a: object, b: object) -> bool:
+    """The same to a kernel: True, 1 and 1.0 are not, nor are 0.0 and -0.0; a NaN is."""
+    return a is b or (a.__class__ is b.__class__ and (repr(a) == repr(b) if isinstance(a, float) else a == b))
 
 
 def _of_torch(module: torch.nn.Module) -> bool:
