@@ -11,7 +11,8 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
@@ -23,17 +24,23 @@ class ConfigError(ValueError):
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
+_MOST_BYTES = (1 << 63) - 1
+
+
 def parse_bytes(value: object) -> object:
     """``"1GiB"`` → 1073741824; integers pass through."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if not match or match[2].lower() not in _UNITS:
             raise ValueError(f'expected bytes such as 1048576, "512MiB" or "1GiB", got {value!r}')
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+        number = float(match[1]) * _UNITS[match[2].lower()]
+        if number >= _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {value if len(value) <= 40 else value[:40] + '…'}")
+        return int(number)
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=_MOST_BYTES)]
 Sizes = Literal["auto"] | list[PositiveInt]
 
 
@@ -138,15 +145,18 @@ class RuntimeConfig(_Section):
             path = Path(source)
             where = f"{path}: "
             try:
-                source = tomllib.loads(path.read_text())
+                source = tomllib.loads(path.read_text(encoding="utf-8"))
             except OSError as error:
                 raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-            except tomllib.TOMLDecodeError as error:
+            except ValueError as error:  # of the syntax, of a number with thousands of digits, of bytes that are not UTF-8
                 raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"config: expected a TOML file, a mapping of sections or a RuntimeConfig, got {source!r}")
         try:
             return cls.model_validate(dict(source))
         except ValidationError as error:
-            raise ConfigError(where + "; ".join(_explain(item) for item in error.errors())) from None
+            lines = dict.fromkeys(_explain(item, source) for item in error.errors())  # each branch of a union has its own error
+            raise ConfigError(where + "; ".join(lines)) from None
 
     def override(self, **dotted: Any) -> RuntimeConfig:
         """A copy with keys such as ``{"graph.mode": "full"}`` changed, validated like ``load``."""
@@ -159,6 +169,15 @@ class RuntimeConfig(_Section):
                 raise ConfigError(f"{key}: expected section.key, e.g. graph.mode")
             data[section][name] = value
         return type(self).load(data)
+
+
+_EITHER = {
+    f"{section}.{name}": f'"auto" or a {"list of positive integers" if "list" in str(key.annotation) else "positive integer"}'
+    for section, field in RuntimeConfig.model_fields.items()
+    for name, key in cast(type[BaseModel], field.annotation).model_fields.items()
+    if get_origin(key.annotation) in (Union, UnionType)
+}
+"""What a key of several types takes; pydantic would say for each type on its own why it is not that."""
 
 
 def _section_at(path: list[str]) -> type[BaseModel]:
@@ -178,7 +197,11 @@ def _unknown(key: str, path: list[str], model: type[BaseModel]) -> str:
     return f"{key}: unknown key; {hint}"
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, source: Mapping[str, Any]) -> str:
+    section, name = (*item["loc"], "", "")[:2]
+    either = _EITHER.get(f"{section}.{name}")
+    if either is not None:
+        return f"{section}.{name}: expected {either}, got {dict(source[section])[name]!r}"
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,22 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) ->
 def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(tiny_model(torch.device("cpu")), sections)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (5, "config: expected a TOML file, a mapping of sections or a RuntimeConfig, got 5"),
+        ({"graph": {"memory_budget": "9" * 400 + ".0"}}, f"graph.memory_budget: expected at most {2**63 - 1} bytes, got {'9' * 40}…"),
+        ({"graph": {"memory_budget": 2**63}}, "graph.memory_budget: input should be less than or equal to"),
+        ({"graph": {"capture_sizes": "all"}}, "graph.capture_sizes: expected \"auto\" or a list of positive integers, got 'all'"),
+        ({"graph": {"full_sizes": [0, -1]}}, 'graph.full_sizes: expected "auto" or a list of positive integers, got [0, -1]'),
+        ({"cache": {"num_pages": 1.5}}, 'cache.num_pages: expected "auto" or a positive integer, got 1.5'),
+    ],
+)
+def test_a_wrong_value_is_said_in_one_line(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}[^;]*$"):
+        Engine(tiny_model(torch.device("cpu")), source)
 
 
 def test_no_model_and_no_device_are_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
