@@ -25,6 +25,7 @@ from runtime.config import ConfigError, RuntimeConfig
 from runtime.costs import StepCosts
 from runtime.dispatch import Decision
 from runtime.loading import Loaded, load
+from runtime.measure import CostTable
 from runtime.model import CausalLM
 from runtime.parallel import join
 from runtime.policy import CheapestPerToken, fill_budget
@@ -57,6 +58,9 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         self.config = RuntimeConfig.load({} if config is None else config)
+        costs = self.config.graph.cost_table
+        if costs and (obstacle := CostTable.obstacle(costs)):  # now, not after the warm-up
+            raise ConfigError(f"graph.cost_table: {costs}: {obstacle}")
         parallel = join(self.config)
         if isinstance(model, CausalLM) and parallel != getattr(model, "parallel", None):
             raise ConfigError(f"parallel.tensor: the model given was not made for these {self.config.parallel.tensor} ranks")

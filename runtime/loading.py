@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.checkpoint import CheckpointError, read_json
+from runtime.checkpoint import read_json
 from runtime.config import ConfigError, ModelConfig
 from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
 from runtime.parallel import TensorParallel
+from runtime.rotary import SpecError
 from runtime.text import Tokenizer
 from runtime.weights import find_packaged_gguf, prepare
 
@@ -28,7 +29,7 @@ def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], p
     """Load a Hugging Face folder, a ``.gguf`` file (converted once into the cache), or ``package:NAME``.
 
     The last is the GGUF file that an installed Python package brings. parallel: load this rank's share.
-    Raises ConfigError or CheckpointError before anything big is read where that is possible.
+    Raises ConfigError, CheckpointError or SpecError before anything big is read where that is possible.
     """
     try:
         resolve_dtype(config.dtype, torch.float32, resolve_device(config.device))
@@ -36,9 +37,9 @@ def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], p
         raise ConfigError(f"model.{error}") from error  # under the names that the configuration has for them
     folder = _locate(path, report)
     report(f"loading {folder}")
-    model = load_model(folder, config.dtype, config.device, parallel)
+    eos_tokens = _eos_tokens(folder)  # these two first: what is wrong with them is said before the weights are read
     tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").is_file() else None
-    return Loaded(model, tokenizer, _eos_tokens(folder))
+    return Loaded(load_model(folder, config.dtype, config.device, parallel), tokenizer, eos_tokens)
 
 
 def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
@@ -60,7 +61,7 @@ def _eos_tokens(folder: Path) -> frozenset[int]:
         if value is None:
             continue
         tokens = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) for token in tokens):
-            raise CheckpointError(f"{file}: eos_token_id: expected an integer or a list of them, got {value!r}")
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise SpecError(f"{file}: eos_token_id: expected an integer or a list of them, got {value!r}")
         return frozenset(tokens)
     return frozenset()

@@ -96,6 +96,17 @@ class CostTable:
         part.write_text(json.dumps({"valid_for": self.valid_for, "rows": rows}, indent=1))
         part.replace(path)
 
+    @staticmethod
+    def obstacle(path: str | Path) -> str:
+        """Why ``save`` could not write there, "" when it could. Makes nothing."""
+        path = Path(path).expanduser()
+        if path.is_dir():
+            return "is a folder, expected a file"
+        folder = next(parent for parent in path.parents if parent.exists())
+        if not folder.is_dir():
+            return f"{folder} is not a folder"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
+
     @classmethod
     def load(cls, path: str | Path, valid_for: Mapping[str, str]) -> tuple[CostTable | None, str]:
         """The table in the file, or None and the reason why it cannot be used."""

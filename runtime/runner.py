@@ -97,6 +97,9 @@ class Runner:
         self.max_num_seqs, self.max_batch_tokens = config.scheduler.max_num_seqs, config.scheduler.max_batch_tokens
         self.module = StepModule(model, self.max_num_seqs)
         self._range = np.arange(self.max_num_seqs + 1)
+        stored, own = config.cache.dtype, str(model.spec.dtype).removeprefix("torch.")
+        if stored not in ("auto", "fp8_e4m3", own):
+            raise ConfigError(f'cache.dtype: expected "auto", the model\'s "{own}" or "fp8_e4m3", got "{stored}"')
         self.num_pages = self._choose_num_pages(max_context)
         self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
         model.bind_cache(self._caches)
@@ -272,7 +275,10 @@ class Runner:
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> Plan:
         """Capture and time every size, for steps of single tokens (decode) and for steps with a chunk of a prompt."""
-        keys = [{"max_query_len": 1}, {"max_query_len": self.max_batch_tokens}]
+        keys = [{"max_query_len": 1}]
+        mixed = {"max_query_len": self.max_batch_tokens}
+        if any(self._representative(size, mixed) for size in range(2, self.config.graph.max_tokens + 1)):
+            keys.append(mixed)  # else no such step is small enough for a graph, and all of them run eager
         return self.steps.warmup(make_inputs=self._representative, keys=keys, progress=progress)
 
     def rows_by_kind(self) -> dict[str, list[PlanRow]]:

@@ -17,6 +17,7 @@ from runtime.config import ConfigError
 from runtime.engine import Engine
 from runtime.model import CheckpointError
 from runtime.request import RequestError, SamplingParams
+from runtime.rotary import SpecError
 from runtime.text import Tokenizer
 from tests.runtime.test_text import TEMPLATE, byte_tokenizer
 from tests.runtime.tiny import CONFIG, prompt_of, tiny_model
@@ -269,6 +270,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) ->
         ({"graph": {"mod": "full"}}, "graph.mod: unknown key; did you mean graph.mode"),
         ({"cache": {"num_pages": 1}}, "cache.num_pages: expected at least 2"),
         ({"cache": {"page_size": 0}}, "cache.page_size"),
+        ({"cache": {"dtype": "float16"}}, 'cache.dtype: expected "auto", the model\'s "float32" or "fp8_e4m3", got "float16"'),
         ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
         ({"scheduler": {"max_context": 3000}}, "scheduler.max_context: expected at most the model's 2048, got 3000"),
@@ -293,6 +295,31 @@ def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: 
 def test_a_wrong_value_is_said_in_one_line(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}[^;]*$"):
         Engine(tiny_model(torch.device("cpu")), source)
+
+
+def test_a_cost_table_that_cannot_be_written_is_said_before_the_warm_up(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder, expected a file"), (tmp_path / "file" / "costs.json", "file is not a folder")):
+        with pytest.raises(ConfigError, match=f"graph.cost_table: {path}: .*{message}"):
+            make_engine(torch.device("cpu"), graph={"cost_table": str(path), "mode": "eager"})
+    path = tmp_path / "new" / "costs.json"
+    make_engine(torch.device("cpu"), graph={"cost_table": str(path), "mode": "eager"})
+    assert path.is_file()
+
+
+def test_chunks_run_eager_where_no_graph_is_large_enough_for_them(device: torch.device) -> None:
+    engine = make_engine(device, graph={"max_tokens": 1}, scheduler={"max_num_seqs": 2, "max_batch_tokens": 16})
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3)
+    assert engine.generate(prompts, params) == make_engine(device).generate(prompts, params)
+    assert engine.runner.rows_by_kind()["mixed"] == []
+    assert engine.explain(1, 5).mode == "eager"
+
+
+def test_an_end_of_sequence_that_is_no_token_is_said_before_the_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    for value in ("a", [1, None], True):
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": value}))
+        with pytest.raises(SpecError, match=r"config.json: eos_token_id: expected an integer or a list of them"):
+            Engine(tmp_path, config())  # a folder without weights
 
 
 def test_no_model_and_no_device_are_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
