@@ -101,6 +101,8 @@ def load_model(
     parallel: load this rank's share only.
     Raises CheckpointError (file and tensor named), SpecError (config key named), or ValueError for dtype and device.
     """
+    if not str(path):
+        raise CheckpointError("path is empty: expected a Hugging Face folder or a .gguf file")
     checkpoint = open_checkpoint(path)
     try:
         spec = ModelSpec.from_config(checkpoint.config)

@@ -84,7 +84,7 @@ class ModelSpec:
             intermediate=read.count("intermediate_size"),
             vocab=read.count("vocab_size"),
             max_positions=rope.max_positions,
-            rms_eps=float(read.config.get("rms_norm_eps", 1e-6)),
+            rms_eps=read.number("rms_norm_eps", 1e-6),
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=attention_bias,
             mlp_bias=family == "llama" and read.flag("mlp_bias"),
@@ -116,6 +116,12 @@ class _Reader:
             raise SpecError(f"{key}: expected a positive integer, got {value!r}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise SpecError(f"{key}: expected a number of at least 0, got {value!r}")
+        return float(value)
+
     def flag(self, key: str) -> bool:
         value = self.config.get(key)
         if value not in (None, False, True):
@@ -131,7 +137,7 @@ def _windows(family: str, read: _Reader, num_layers: int) -> tuple[int | None, .
     window = read.count("sliding_window") if on and read.config["sliding_window"] is not None else None
     kinds = read.config.get("layer_types")
     if kinds is None:
-        first = 0 if family == "mistral" else int(read.config.get("max_window_layers", 28))
+        first = 0 if family == "mistral" else int(read.number("max_window_layers", 28))
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers:
         raise SpecError(f"layer_types: expected a list of {num_layers} names, one a layer, got {kinds!r}")

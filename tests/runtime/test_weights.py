@@ -47,6 +47,11 @@ def test_a_head_stored_beside_tied_embeddings_is_not_a_stranger(tmp_path: Path) 
     assert_same_weights(load_model(folder, device="cpu"), model)
 
 
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(CheckpointError, match="^path is empty: expected a Hugging Face folder"):
+        load_model("")
+
+
 def test_without_a_dtype_in_the_config_the_weights_say_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", random_model(CONFIG, seed=1, dtype="bfloat16", device="cpu"), CONFIG)
     asked = []
