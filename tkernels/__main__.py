@@ -19,7 +19,10 @@ def info() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = target_of(device)
     version = f"{triton.__version__}{' (interpreted)' if INTERPRETED else ''}" if HAVE_TRITON else "not installed"
-    print(f"device  {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'} ({target.arch}, {target.num_sms} multiprocessors)")
+    if device.type == "cuda":
+        print(f"device  {torch.cuda.get_device_name()} ({target.arch}, {target.num_sms} multiprocessors)")
+    else:
+        print(f"device  CPU ({target.arch}, {torch.get_num_threads()} threads)")
     print(f"torch   {torch.__version__}")
     print(f"triton  {version}")
     runs = (

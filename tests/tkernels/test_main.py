@@ -20,6 +20,7 @@ def test_info_names_device_versions_ops_and_tables(device: torch.device, capsys:
     command.info()
     out = capsys.readouterr().out
     arch = target_of(device).arch
+    assert ("multiprocessors" if device.type == "cuda" else f"{torch.get_num_threads()} threads") in out.splitlines()[0]
     assert arch in out.splitlines()[0] and f"torch   {torch.__version__}" in out
     assert "rms_norm" in out and "paged_attention_out" in out
     for name in ("linear", "attention"):
