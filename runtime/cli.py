@@ -31,6 +31,7 @@ from runtime.engine import Engine
 from runtime.parallel import is_follower, leave
 from runtime.request import SamplingParams
 
+_COMMANDS = ("generate", "plan", "explain", "simulate")
 _EXAMPLES = """\
 examples:
   python -m runtime generate --config configs/demo.toml --chat "What is the capital of France?" "Name three colours."
@@ -74,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str], errors: Console) -> int:
     parser = _make_parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+        near = difflib.get_close_matches(argv[0], _COMMANDS, n=1, cutoff=0.6)
+        raise UsageError(f"{argv[0]}: unknown command; " + (f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}"))
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None and not unknown:
         parser.print_help(sys.stderr)
@@ -107,7 +111,7 @@ def _make_parser() -> _Parser:
 
     generate = command("generate", "PROMPT ...", "answer prompts, all at once")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one prompt each")
-    text = 'more prompts: one a line, or JSON lines with "prompt" in a .jsonl file; "-" reads stdin'
+    text = 'more prompts: one a line, or JSON lines with "prompt" (a text or token ids) in a .jsonl file; "-" reads stdin'
     generate.add_argument("--input", metavar="FILE", help=text)
     generate.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
     generate.add_argument("--quiet", action="store_true", help="print the answers only")
@@ -163,7 +167,7 @@ def _value(text: str) -> Any:
     """A value as TOML would read it, and as a string where it is none (a path, "1GiB", auto)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with thousands of digits
         return text
 
 
@@ -239,6 +243,9 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
     if not prompts:
         raise UsageError("no prompts: give them as arguments or with --input FILE")
     params = _sampling(arguments)
+    folder = Path(config.model.path).expanduser()
+    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and any(isinstance(p, str) for p in prompts):
+        raise UsageError(f"the prompts are text, and {folder} has no tokenizer.json; give token ids in a .jsonl file with --input")
     engine = _engine(config, out, errors, arguments.quiet)
     if not arguments.quiet:
         out.print(engine.plan)
@@ -251,7 +258,8 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
         elif arguments.quiet:
             out.print(answer.text, markup=False)
         else:
-            out.rule(prompt if len(prompt) <= 100 else f"{prompt[:97]}...", align="left")
+            title = str(prompt)
+            out.rule(Text(title if len(title) <= 100 else f"{title[:97]}..."), align="left")
             out.print(answer.text, markup=False)
     if not arguments.quiet:
         out.rule()
@@ -259,20 +267,22 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
     return 1 if any(answer.finish_reason == "error" for answer in answers) else 0
 
 
-def _answer(engine: Engine, prompts: list[str], params: SamplingParams, chat: bool, errors: Console) -> list[Completion]:
+def _answer(engine: Engine, prompts: list[Any], params: SamplingParams, chat: bool, errors: Console) -> list[Completion]:
     counts = TextColumn("tokens, {task.fields[done]} of {task.fields[all]} answers")
     texts = [""] * len(prompts)
     tokens: list[list[int]] = [[] for _ in prompts]
     ends: dict[int, Event] = {}
     with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn(), console=errors) as progress:
-        task = progress.add_task("", total=len(prompts) * params.max_tokens, done=0, all=len(prompts))
+        total = len(prompts) * params.max_tokens  # less what answers leave unused
+        task = progress.add_task("", total=total, done=0, all=len(prompts))
         for event in engine.stream(prompts, params, chat=chat, on_error="return"):
             texts[event.index] += event.text
             tokens[event.index] += event.token_ids
             progress.advance(task, len(event.token_ids))
             if event.finish_reason is not None:
                 ends[event.index] = event
-                progress.update(task, advance=params.max_tokens - len(tokens[event.index]), done=len(ends))
+                total -= params.max_tokens - len(tokens[event.index])
+                progress.update(task, total=total, done=len(ends))
     return [Completion(texts[i], tokens[i], end.finish_reason or "error", [], end.error) for i, end in sorted(ends.items())]
 
 
@@ -305,17 +315,19 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
         raise UsageError(f"--{flag}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}") from None
 
 
-def _read_prompts(source: str | None) -> list[str]:
+def _read_prompts(source: str | None) -> list[Any]:
     if source is None:
         return []
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--input {source}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--input {source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     if not source.endswith(".jsonl"):
         return lines
-    prompts = []
+    prompts: list[Any] = []  # texts, or lists of token ids
     for number, line in enumerate(lines, 1):
         try:
             prompts.append(json.loads(line)["prompt"])

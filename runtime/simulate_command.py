@@ -40,7 +40,12 @@ def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> N
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(arguments, name)}")
     if not (math.isfinite(arguments.rate) and arguments.rate > 0):
         raise ConfigError(f"--rate: expected a number above 0, got {arguments.rate}")
-    arrivals = read_trace(arguments.trace)[: arguments.requests or None]
+    try:
+        arrivals = read_trace(arguments.trace)[: arguments.requests or None]
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):  # the option is wrong, not what the file holds
+            raise ConfigError(str(error)) from error
+        raise
     table, num_pages = costs_of(config, arguments.costs, arguments.gpu, arguments.shape)
     longest = max(arrival.prompt + min(arrival.generated, arguments.max_answer) for arrival in arrivals)
     scheduler = make_scheduler(config, table, num_pages=num_pages, max_context=longest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
-from runtime.cli import main
+from runtime.cli import _answer, main
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.request import SamplingParams
 from tests.runtime.test_text import TEMPLATE, byte_tokenizer
 from tests.runtime.tiny import CONFIG, tiny_model
 
@@ -120,7 +125,10 @@ def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixtu
         (["explain", "--model.path", "m", "0"], "BATCH 0: expected 1 to"),
         (["explain", "--model.path", "m", "300"], "BATCH 300: 300 requests, scheduler.max_num_seqs is 256"),
         (["explain"], "BATCH"),
-        (["generat"], "generat"),
+        (["generat"], "generat: unknown command; did you mean generate?"),
+        (["serve"], "serve: unknown command; expected generate, plan, explain, simulate"),
+        (["simulate", "--trace", "nowhere.csv"], "--trace nowhere.csv: cannot be read"),
+        (["plan", "--graph.max_tokens", "9" * 5000], "graph.max_tokens: "),
         (["--confg"], "--confg: unknown option"),
         (["generate", "--model.device", "tpu", "--model.path", ".", "x"], "model.device: expected"),
     ],
@@ -129,6 +137,36 @@ def test_usage_and_configuration_errors_exit_with_2(arguments: list[str], messag
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.startswith("error: ") and "Traceback" not in err
+
+
+def test_files_that_are_not_utf8_are_named(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "latin.toml"
+    file.write_bytes(b"# caf\xe9\n")
+    code, _, err = run(capsys, "plan", "--config", str(file))
+    assert code == 2 and f"{file}: not valid TOML" in err
+    code, _, err = run(capsys, "generate", "--config", str(config), "--input", str(file))
+    assert code == 2 and f"--input {file}: not UTF-8 text: invalid continuation byte at byte 5" in err
+
+
+def test_a_folder_without_a_tokenizer_takes_token_ids_only(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in config.parent.glob("*"):
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    arguments = ["generate", "--config", str(config), "--model.path", str(tmp_path), "--max-tokens", "2", "--compile.backend", "eager"]
+    code, out, err = run(capsys, *arguments, "text")
+    assert (code, out) == (2, "") and f"the prompts are text, and {tmp_path} has no tokenizer.json" in err
+    prompts = tmp_path / "ids.jsonl"
+    prompts.write_text('{"prompt": [1, 2]}\n')
+    code, out, err = run(capsys, *arguments, "--graph.mode", "eager", "--input", str(prompts))
+    assert code == 0 and "1 answer, 2 tokens" in out, err
+
+
+def test_progress_counts_the_tokens_that_there_are(config: Path) -> None:
+    engine = Engine(config=RuntimeConfig.load(config).override(**{"graph.mode": "eager"}))
+    shown = io.StringIO()
+    errors = Console(force_terminal=True, color_system=None, file=shown, width=120)
+    _answer(engine, ["ab", "y" * 400], SamplingParams(max_tokens=6), False, errors)  # the other one is refused
+    assert re.search(r"6/6 .*2 of 2 answers", shown.getvalue())
 
 
 def test_a_key_that_does_not_exist_in_the_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
