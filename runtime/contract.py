@@ -124,13 +124,19 @@ def _overwrite(step: CapturedStep, pool: Pool) -> None:
 def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: OutputDims, declared: Mapping[str, Any]) -> str:
     """Why real rows change with what rows past them hold, or "". declared: inputs whose padding value the user gave."""
     plain = _clone(cut_to_real(reference(given.load(arena)), dims, given.real))
+    undeclared = [n for n in arena.names if n not in declared]
     views = given.load(arena)
     arena.poison_tails(given.real, given.padded)
-    arena.shake_tails([n for n in arena.names if n not in declared], given.real, given.padded)
+    arena.shake_tails(undeclared, given.real, given.padded)
     shaken = _clone(cut_to_real(reference(views), dims, given.real))
     arena.touched(arena.names)
     if (i := _first_difference(plain, shaken)) is not None:
         return f"output {i}: real rows change with what the padding rows hold"
+    # Values on either side of the real ones: a maximum or a minimum over all rows shows with these only. Both occur in the step, so
+    # that they are good as indices.
+    for name in undeclared:
+        if (i := _minimum_shows(reference, given, arena, dims, name)) is not None:
+            return f"output {i}: real rows change with what the padding rows of {name} hold"
     # An op may leave rows past the real ones unwritten; then no later op may carry what was there into a real row.
     plain = _clone(cut_to_real(module(given.load(arena)), dims, given.real))
     views = given.load(arena)
@@ -139,6 +145,32 @@ def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: O
     if (i := _first_difference(plain, filled)) is not None:
         return f"output {i}: real rows change with what new memory holds, so an op reads rows that no op has written"
     return ""
+
+
+def _minimum_shows(reference: Call, given: Inputs, arena: Arena, dims: OutputDims, name: str) -> int | None:
+    """The output that changes between padding of the same value as all real rows and padding above or below it, of one input."""
+    values = given.values.get(name)
+    if values is None or values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool or not values.numel():
+        return None
+    low, high = values.min(), values.max()
+    if bool(low == high):
+        return None
+    for real, tail in ((low, high), (high, low)):
+        runs = []
+        for padding in (real, tail):
+            views = given.load(arena)
+            views[name].fill_(padding)
+            arena.real_part(name, views[name], given.real).fill_(real)
+            runs.append(_clone(cut_to_real(reference(views), dims, given.real)))
+        arena.touched(arena.names)
+        if (i := _first_difference(*runs)) is not None:
+            return i
+    return None
+
+
+def _restore(state: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    for name, t in saved.items():
+        state[name].copy_(t)
 
 
 def written_state(module: Call, given: Inputs, arena: Arena, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -168,8 +200,7 @@ def kept(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, t in saved.items():
-            state[name].copy_(t)
+        _restore(state, saved)
 
 
 class _Writes(TorchDispatchMode):
@@ -199,22 +230,41 @@ def _first_difference(a: Any, b: Any) -> int | None:
     return next((i for i, (x, y) in enumerate(pairs) if isinstance(x, torch.Tensor) and not same_bits(x, y)), None)
 
 
-def differs_from_module(reference: Call, module: Call, given: Inputs, arena: Arena, dims: OutputDims) -> str:
-    """Why the padded callable is not the module at the real size, by tolerance, or "". Only float outputs can be compared so."""
-    got = _clone(cut_to_real(reference(given.load(arena)), dims, given.real))
-    exact = Inputs(given.values, given.real, given.real)
-    want = cut_to_real(module(exact.load(arena)), dims, given.real)
-    arena.touched(arena.names)
-    for i, (a, b) in enumerate(zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True)):
-        if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a.numel() and not _close(a, b):
-            return f"output {i}: rows of the padded step differ from the module at the real size ({difference(a, b)})"
+def differs_from_module(
+    reference: Call,
+    module: Call,
+    given: Inputs,
+    arena: Arena,
+    dims: OutputDims,
+    state: Mapping[str, torch.Tensor],
+    roundings: int = 64,
+) -> str:
+    """Why the padded callable is not the module at the real size, or "", by tolerance for floats. Of the outputs only float ones can
+    be compared so. state: what the step writes, compared too, and put back."""
+    state = moderate(state)
+    saved = {n: t.clone() for n, t in state.items()}
+    try:
+        got = _clone(cut_to_real(reference(given.load(arena)), dims, given.real))
+        left = {n: t.clone() for n, t in state.items()}
+        _restore(state, saved)
+        exact = Inputs(given.values, given.real, given.real)
+        want = cut_to_real(module(exact.load(arena)), dims, given.real)
+        for i, (a, b) in enumerate(zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True)):
+            if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a.numel() and not _close(a, b, roundings):
+                return f"output {i}: rows of the padded step differ from the module at the real size ({difference(a, b)})"
+        for n, t in state.items():
+            if not (_close(t, left[n], roundings) if t.dtype.is_floating_point and t.numel() else same_bits(t, left[n])):
+                return f"{n}: the padded step leaves other values in it than the module at the real size ({difference(t, left[n])})"
+    finally:
+        _restore(state, saved)
+        arena.touched(arena.names)
     return ""
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Within what a GEMM of another shape may change: 64 roundings of the largest value in the tensor."""
+def _close(a: torch.Tensor, b: torch.Tensor, roundings: int) -> bool:
+    """Within what a GEMM of another shape may change: so many roundings of the largest value in the tensor."""
     scale = a.float().nan_to_num(0, 0, 0).abs().max().item()
-    limit = 64 * torch.finfo(a.dtype).eps * max(scale, 1e-6)
+    limit = max(64 * torch.finfo(a.dtype).eps, min(roundings * torch.finfo(a.dtype).eps, 0.02)) * max(scale, 1e-6)
     return bool(torch.isclose(a.float(), b.float(), rtol=0.0, atol=limit, equal_nan=True).all())
 
 

@@ -88,7 +88,7 @@ class GraphedModule(torch.nn.Module):
         self.config = config
         self.borrow = borrow
         self._binding = Binding(module.forward, dynamic)
-        self._settings = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
+        self._settings: dict[str, Any] = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
         names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
         self._bounds, self._static = dict(bounds), self._settings["static"]

@@ -75,9 +75,9 @@ def probe_outputs(
     names: Sequence[str],
     samples: Sequence[Mapping[str, int]],
     run: Callable[[int], Any],
-) -> tuple[OutputDims, tuple[str, ...]]:
-    """The dynamic dimensions of every output, and the names that could not be told apart: a call in which these differ may not
-    use a graph.
+) -> tuple[OutputDims, tuple[str, ...], str]:
+    """The dynamic dimensions of every output; the names that could not be told apart: a call in which these differ may not use a
+    graph; and why a graph may only serve its own size, or "": an output that is no tensor (``x.shape[0]``) follows a size.
 
     call: runs the callable on tensors by name. names: the named sizes. First each size is changed by itself; a module that wants
     sizes to belong together (a decode step has one token a sequence) refuses that, then the samples' sizes are used.
@@ -94,12 +94,14 @@ def probe_outputs(
     for sizes, real in attempts:
         try:
             with torch.no_grad() if real else _fake_mode():
-                runs = [_shapes(real(i) if real else call(_empty(specs, device, at))) for i, at in enumerate(sizes)]
+                runs = [pytree.tree_leaves(real(i) if real else call(_empty(specs, device, at))) for i, at in enumerate(sizes)]
         except Exception:
             if real:
                 raise
             continue
-        return _dims(runs, sizes, names)
+        if len({len(run) for run in runs}) > 1:
+            raise CaptureError("outputs: their number changes with the sizes of the step, so they cannot be cut to the real rows")
+        return *_dims([_shapes(run) for run in runs], sizes, names), _frozen_leaf(runs)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -115,8 +117,16 @@ def _empty(specs: Mapping[str, InputSpec], device: torch.device, sizes: Mapping[
     return {n: torch.empty(s.sized(sizes), dtype=s.dtype, device=device) for n, s in specs.items()}
 
 
-def _shapes(outputs: Any) -> list[tuple[int, ...] | None]:
-    return [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in pytree.tree_leaves(outputs)]
+def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    return [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in leaves]
+
+
+def _frozen_leaf(runs: Sequence[Sequence[Any]]) -> str:
+    for i, leaves in enumerate(zip(*runs, strict=True)):
+        values = {(type(leaf), repr(leaf)) for leaf in leaves if leaf is None or isinstance(leaf, (bool, int, float, str))}
+        if len(values) > 1:
+            return f"output {i} is no tensor and changes with the sizes of the step ({', '.join(sorted(r for _, r in values))})"
+    return ""
 
 
 def _dims(

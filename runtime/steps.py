@@ -18,7 +18,7 @@ from runtime.arena import Arena, InputSpec
 from runtime.binding import Binding, Call, key_text
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import Inputs, differs_from_module, moderate, prove, rows_mix, written_state
+from runtime.contract import Inputs, differs_from_module, kept, moderate, prove, rows_mix, written_state
 from runtime.graph import CaptureError
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
@@ -65,6 +65,10 @@ class KeySteps:
     """Parameters, buffers and static arguments that the step writes, as far as its ops declare."""
     checked: bool = False
     """Whether padding has been found harmless or not."""
+    follows_size: str = ""
+    """Why every graph may only serve its own size, as known before any is captured, or ""."""
+    rows_checked: set[int] = field(default_factory=set)
+    """Sizes that were compared with the module at the fewest rows that they serve."""
     exact: bool = False
 
     captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
@@ -130,9 +134,11 @@ class Steps:
         module_call, call = self._on_named(self.module, example, static), self._on_named(self._compiled(example), example, static)
         samples = self._samples(representative, max_tokens)
         run = lambda i: module_call({n: t.to(self.device) for n, t in samples[i].tensors.items() if n in specs})
-        dims, alike = probe_outputs(module_call, specs, self.device, self.binding.size_names, [s.sizes for s in samples], run)
+        with kept(self.persistent.tensors() | static):
+            dims, alike, follows = probe_outputs(module_call, specs, self.device, self.binding.size_names, [s.sizes for s in samples], run)
         text = key_text(example.host)
         key = KeySteps(example.host, text, specs, arena, call, module_call, dims, representative, static, example, alike)
+        key.follows_size = follows
         self.keys[example.host] = key
         return key
 
@@ -150,6 +156,7 @@ class Steps:
         for key in self.keys.values():
             key.call = self._on_named(self._compiled(key.example), key.example, key.static)
             key.checked = key.exact = False
+            key.rows_checked.clear()
 
     def _samples(self, representative: Representative, max_tokens: int) -> list[Call]:
         """Representative steps of a few sizes, for the shapes of the outputs."""
@@ -237,26 +244,56 @@ class Steps:
             if name in before:
                 tensor.copy_(before[name])
 
-    def check_padding(self, key: KeySteps, size: int) -> None:
-        """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key."""
-        padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
-        if key.checked or not padded:
+    def check_padding(self, key: KeySteps, sizes: Iterable[int]) -> None:
+        """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key.
+
+        sizes: those to capture; the padding is shaken at a small one, but with a few real rows.
+        """
+        sizes = sorted(sizes)
+        given = self._with_tail(key, next((size for size in sizes if size >= 8), sizes[-1]))
+        if key.checked or (given is None and not key.follows_size):
             return
         key.checked = True
-        given = padded[-1]
+        if why := key.follows_size or self._shaken(key, given):
+            self._serve_exact(key, why)
+
+    def check_rows(self, key: KeySteps) -> None:
+        """A module may branch on the number of its rows: compare the padded step of each captured size with the module at the fewest
+        rows that it serves. Once for each size."""
+        sizes = sorted({size for _, size in key.captured})
+        for smaller, size in zip([0, *sizes], sizes, strict=False):
+            if size in key.rows_checked or key.exact:
+                continue
+            key.rows_checked.add(size)
+            for n in dict.fromkeys((smaller + 1, 1)):
+                call = key.representative(n) if n < size and not key.exact else None
+                if call is not None:
+                    values = {name: t for name, t in call.tensors.items() if name in key.specs}
+                    given = Inputs(values, call.sizes, self.padded(size, key.host))
+                    if why := differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written, roundings=1024):
+                        self._serve_exact(key, f"{n} padded to {size}: {why}")
+
+    def _serve_exact(self, key: KeySteps, why: str) -> None:
+        key.exact = True
+        self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
+
+    def _with_tail(self, key: KeySteps, size: int) -> Inputs | None:
+        padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
+        return padded[-1] if padded else None
+
+    def _shaken(self, key: KeySteps, given: Inputs | None) -> str:
+        if given is None:
+            return ""
         large = sorted(set(key.written) - set(moderate(key.written)))
+        why = differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written)
         if large and not self.pad:
             self.remark(
                 f"padding was not shaken: the step writes {large[0]}, which is too large to be put back, and no padding value is declared "
                 "that keeps padding rows from writing"
             )
-            why = ""
-        else:
-            why = rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
-        why = why or differs_from_module(key.call, key.module_call, given, key.arena, key.dims)
-        if why:
-            key.exact = True
-            self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
+            return why
+        with kept(key.written):
+            return why or rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
 
     def drop(self, key: KeySteps, mode: str, size: int, reason: str) -> None:
         captured = key.captured.pop((mode, size), None)

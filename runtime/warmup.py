@@ -99,7 +99,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
         for key in dict.fromkeys(key for key, _, _ in order):
             steps.find_written(key, min(size for k, _, size in order if k is key))
             state.enter_context(kept(key.written))
-            steps.check_padding(key, min((size for k, _, size in order if k is key and size > 1), default=1))
+            steps.check_padding(key, [size for k, _, size in order if k is key])
         for done, (key, mode, size) in enumerate(order):
             what = f"{mode} at size {size}"
             if progress:
@@ -128,6 +128,8 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
                     steps.pool.reset()
                     held = 0
                     steps.remark(f"{what} was dropped: it alone takes {grown} bytes of {reason}")
+        for key in dict.fromkeys(key for key, _, _ in order):
+            steps.check_rows(key)
         steps.persistent.forget_changed_values()
     if progress:
         progress(len(order), len(order), "captured")

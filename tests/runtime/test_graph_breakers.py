@@ -165,3 +165,75 @@ def test_forward_and_deepcopy_and_unknown_argument() -> None:
     same_as_module(fast, x)
     with pytest.raises(ValueError, match="dynamic: `x` is not an argument of forward; it has \\['input'\\]"):
         made(nn.Linear(4, 4)).warmup(torch.ones(4, 4))
+
+
+# -- the proof of padding -----------------------------------------------------------------------------------------------------
+
+
+class RowsOut(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x + 1, x.shape[0]
+
+
+class BranchOnRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 3 else x * 3
+
+
+class BranchOnOneRow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 1 else x * 3
+
+
+class Count(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += x.shape[0]
+        self.total += (x + 1).sum(0)
+        return x + 1
+
+
+@pytest.mark.parametrize("module", [RowsOut, BranchOnRows, BranchOnOneRow])
+def test_what_follows_the_number_of_rows_is_not_served_padded(module: type[nn.Module]) -> None:
+    fast = made(module())
+    x = torch.randn(8, 4)
+    fast.warmup(x)
+    for n in (3, 1, 4, 2, 5, 8):
+        got, want = fast(x[:n]), fast.eager(x[:n])
+        if isinstance(want, tuple):
+            assert got[1] == want[1]
+            got, want = got[0], want[0]
+        assert torch.equal(got, want), n
+    assert any("at exactly their size only" in text for text in fast.plan.remarks)  # type: ignore[union-attr]
+    assert fast.explain(x).mode == "full"
+
+
+def test_padding_rows_do_not_reach_state_and_warmup_leaves_it() -> None:
+    fast, plain = made(Count()), Count()
+    x = torch.randn(8, 4)
+    fast.warmup(x)
+    assert fast.n == 0
+    assert fast.total.eq(0).all()
+    for n in (3, 8, 1, 4, 2, 3):
+        fast(x[:n])
+        plain(x[:n])
+        assert fast.n == plain.n, n
+        torch.testing.assert_close(fast.total, plain.total)
+
+
+@pytest.mark.parametrize("which", ["amax", "amin"])
+def test_extremes_over_rows_of_an_integer_input(which: str) -> None:
+    class Extreme(nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return x * getattr(torch, which)(ids)
+
+    fast = made(Extreme(), {"x": 0, "ids": 0})
+    x = torch.randn(8, 4)
+    fast.warmup(x, torch.tensor([7, 1, 2, 5, 3, 5, 2, 7]))
+    for n in (3, 5, 7):
+        ids = torch.arange(1, n + 1) if which == "amin" else -torch.arange(1, n + 1)
+        assert torch.equal(fast(x[:n], ids), fast.eager(x[:n], ids))
