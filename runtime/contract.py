@@ -135,7 +135,7 @@ def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: O
     # Values on either side of the real ones: a maximum or a minimum over all rows shows with these only. Both occur in the step, so
     # that they are good as indices.
     for name in undeclared:
-        if (i := _minimum_shows(reference, given, arena, dims, name)) is not None:
+        if (i := _extreme_shows(reference, given, arena, dims, name)) is not None:
             return f"output {i}: real rows change with what the padding rows of {name} hold"
     # An op may leave rows past the real ones unwritten; then no later op may carry what was there into a real row.
     plain = _clone(cut_to_real(module(given.load(arena)), dims, given.real))
@@ -147,7 +147,7 @@ def rows_mix(reference: Call, module: Call, given: Inputs, arena: Arena, dims: O
     return ""
 
 
-def _minimum_shows(reference: Call, given: Inputs, arena: Arena, dims: OutputDims, name: str) -> int | None:
+def _extreme_shows(reference: Call, given: Inputs, arena: Arena, dims: OutputDims, name: str) -> int | None:
     """The output that changes between padding of the same value as all real rows and padding above or below it, of one input."""
     values = given.values.get(name)
     if values is None or values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool or not values.numel():
