@@ -10,7 +10,7 @@ one): if a real row changes, the module mixes rows, and it is only served at exa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,7 @@ def _compare(
     saved = {n: t.clone() for n, t in state.items()}
 
     def restore() -> None:
-        for n, t in saved.items():
-            state[n].copy_(t)
+        _restore(state, saved)
 
     views = given.load(arena)
     before = {n: v.clone() for n, v in views.items()}
@@ -170,7 +169,9 @@ def _extreme_shows(reference: Call, given: Inputs, arena: Arena, dims: OutputDim
 
 def _restore(state: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
     for name, t in saved.items():
-        state[name].copy_(t)
+        # what was made in inference mode can only be written in it; leaving it for the others would turn gradients on
+        with torch.inference_mode() if state[name].is_inference() else nullcontext():
+            state[name].copy_(t)
 
 
 def written_state(module: Call, given: Inputs, arena: Arena, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
