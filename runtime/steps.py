@@ -238,11 +238,9 @@ class Steps:
     def find_written(self, key: KeySteps, size: int) -> None:
         """Fill ``key.written``. Runs the module once, on a representative step."""
         given = self.inputs(key, size)[0]
-        before = {n: t.clone() for n, t in moderate(self.persistent.tensors() | key.static).items()}
-        key.written = written_state(key.module_call, given, key.arena, self.persistent.tensors() | key.static)
-        for name, tensor in key.written.items():
-            if name in before:
-                tensor.copy_(before[name])
+        state = self.persistent.tensors() | key.static
+        with kept(state):
+            key.written = written_state(key.module_call, given, key.arena, state)
 
     def check_padding(self, key: KeySteps, sizes: Iterable[int]) -> None:
         """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key.
