@@ -46,6 +46,8 @@ class Address:
     producer: str
     address: int
     verified: bool = False
+    proved_on: str = ""
+    """When, if the proof is that of an earlier start (runtime/proofs.py)."""
 
 
 @dataclass
@@ -89,6 +91,8 @@ class CapturedStep:
     """Every tensor of the step that existed before, by name; kept alive so that no graph reads freed memory."""
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     """The persistent ones that the step writes into, as far as its ops declare."""
+    proved_on: str = ""
+    """When an earlier start proved it; "" if this one did."""
     replay: Callable[[], object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +108,15 @@ class CapturedStep:
             graph.reset()
         self.output, self.replay = None, _gone
 
-    def verified(self) -> None:
-        self.addresses = [replace(a, verified=True) for a in self.addresses]
+    def verified(self, proved_on: str = "") -> None:
+        """proved_on: when, if by an earlier start."""
+        self.proved_on = proved_on
+        self.addresses = [replace(a, verified=True, proved_on=proved_on) for a in self.addresses]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What each segment is."""
+        return [str(s.op) if isinstance(s, EagerCall) else "empty graph" if s.empty else "graph" for s in self.segments]
 
 
 def _run_all(runs: tuple[Callable[[], object], ...]) -> None:

@@ -211,7 +211,7 @@ def _explain(arguments: argparse.Namespace, config: RuntimeConfig, out: Console,
                         row.owner,
                         row.producer,
                         f"{row.address:#x}",
-                        "yes" if row.verified else "no",
+                        "no" if not row.verified else f"on {row.proved_on[:10]}" if row.proved_on else "yes",
                     )
                     table.add_row(*(Text(str(cell)) for cell in cells))
                 out.print(table)

@@ -71,7 +71,7 @@ class GraphConfig(_Section):
     histogram: str = Field("", description='file of step sizes for the size planner; "" is the built-in one')
     full_sizes: Sizes = Field("auto", description="sizes captured as full graphs, when they should differ from capture_sizes")
     max_graphs: PositiveInt = Field(32, description='sizes that "auto" plans; more only where more are required')
-    cost_table: str = Field("", description='file that keeps measured costs for the next start; "" keeps none')
+    cost_table: str = Field("", description='file that keeps measured costs, and beside it proofs, for the next start; "" keeps none')
 
 
 class CompileConfig(_Section):

@@ -40,18 +40,43 @@ class Inputs:
         return arena.load(self.values, self.real, self.padded)
 
 
+@dataclass
+class Expected:
+    """What the callable that is captured makes of a set of inputs, uncaptured. after: the inputs then; mutated: those it changed."""
+
+    output: Any
+    after: dict[str, torch.Tensor]
+    mutated: set[str]
+
+
+def expect(reference: Call, given: Inputs, arena: Arena, dims: OutputDims) -> Expected:
+    """Run it once."""
+    views = given.load(arena)
+    before = {n: v.clone() for n, v in views.items()}
+    output = _clone(cut_to_real(reference(views), dims, given.real))
+    after = {n: v.clone() for n, v in views.items()}
+    return Expected(output, after, {n for n, v in after.items() if not same_bits(v, before[n])})
+
+
 def prove(
-    step: CapturedStep, reference: Call, inputs: list[Inputs], arena: Arena, dims: OutputDims, pool: Pool, name: str
+    step: CapturedStep,
+    reference: Call,
+    inputs: list[Inputs],
+    arena: Arena,
+    dims: OutputDims,
+    pool: Pool,
+    name: str,
+    known: list[Expected] | None = None,
 ) -> tuple[frozenset[str], bool]:
     """Compare replays with the callable not captured. Returns the arena inputs that the step writes into, and whether running the
-    step twice is running it once.
+    step twice is running it once. known: what ``expect`` gave for each of the inputs, when that has been run before.
 
     Raises CaptureError naming the step and the output that differs. Leaves the arena with the last set of inputs.
     """
     mutated: set[str] = set(step.mutated)
     idempotent = True
-    for given in inputs:
-        problem = _compare(step, reference, given, arena, dims, pool, mutated, {})
+    for i, given in enumerate(inputs):
+        problem = _compare(step, reference, given, arena, dims, pool, mutated, {}, known[i] if known else None)
         if problem and step.written:
             # A step that changes its own state (a counter, a running maximum) differs when run twice: put the state back between.
             problem = _compare(step, reference, given, arena, dims, pool, mutated, moderate(step.written))
@@ -71,6 +96,7 @@ def _compare(
     pool: Pool,
     mutated: set[str],
     state: Mapping[str, torch.Tensor],
+    known: Expected | None = None,
 ) -> str:
     """What differs, or "". Rows past the real ones are not compared: an op may leave them as it finds them."""
     saved = {n: t.clone() for n, t in state.items()}
@@ -78,21 +104,18 @@ def _compare(
     def restore() -> None:
         _restore(state, saved)
 
-    views = given.load(arena)
-    before = {n: v.clone() for n, v in views.items()}
-    expected = _clone(cut_to_real(reference(views), dims, given.real))
-    after = {n: v.clone() for n, v in views.items()}
-    mutated |= {n for n, v in views.items() if not same_bits(v, before[n])}
+    expected = known or expect(reference, given, arena, dims)
+    mutated |= expected.mutated
     state_after = {n: t.clone() for n, t in state.items()}
     restore()
-    given.load(arena)
+    views = given.load(arena)
     held = pool.perturb()
     _overwrite(step, pool)
     step.replay()
     pool.synchronize()
     del held
     replayed = pytree.tree_leaves(cut_to_real(step.output, dims, given.real))
-    for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected), replayed, strict=True)):
+    for i, (want, got) in enumerate(zip(pytree.tree_leaves(expected.output), replayed, strict=True)):
         if isinstance(want, torch.Tensor) and not same_bits(want, got):
             problem = f"output {i} of the replay differs from the same callable not captured ({difference(want, got)})"
             restore()
@@ -102,7 +125,7 @@ def _compare(
                 problem += "; but so does the callable from itself when it is called twice: it draws random numbers or depends on state"
             return problem
     for n, v in views.items():
-        if not same_bits(v, after[n]):
+        if not same_bits(v, expected.after[n]):
             return f"input {n}: the replay writes other values into it than the same callable not captured"
     for n, t in state.items():
         if not same_bits(t, state_after[n]):

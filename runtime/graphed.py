@@ -32,6 +32,7 @@ from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
 from runtime.measure import CostTable, fingerprint
 from runtime.plan import Plan
+from runtime.proofs import Proofs, file_beside, rests_on
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
 from runtime.warmup import Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
@@ -140,6 +141,7 @@ class GraphedModule(torch.nn.Module):
             table, reason = self._load_costs(device)
             if reason:
                 self._steps.remark(reason)
+            self._load_proofs(self._steps, table)
             if self.config.graph.histogram:
                 self._steps.traffic = sizing.load_histogram(self.config.graph.histogram)
             self._dispatcher = Dispatcher(table, mode=self.config.graph.mode, token=self._binding.token)
@@ -164,6 +166,23 @@ class GraphedModule(torch.nn.Module):
         table, reason = CostTable.load(path, valid_for) if path else (None, "")
         return table or CostTable(valid_for), reason
 
+    def _load_proofs(self, steps: Steps, table: CostTable) -> None:
+        """What the starts before have proved. Several ranks prove everything: each would have to know that all others remember."""
+        path = self.config.graph.cost_table
+        if not path or self.config.parallel.tensor > 1:
+            return
+        settings = (self.config.compile, self.config.graph.fresh_split_outputs, self._binding.dims, self._pad, self._bounds, self._static)
+        valid_for = rests_on(self.module, table.valid_for, repr(settings))
+        steps.proved = Proofs.load(file_beside(path), valid_for)
+        if self.config.graph.check != "poison":
+            steps.known = Proofs(valid_for, dict(steps.proved.steps), dict(steps.proved.keys))
+
+    def _save_proofs(self, steps: Steps) -> None:
+        path = self.config.graph.cost_table
+        if path and steps.proved.valid_for is not None:
+            steps.proved.keys.update(steps.facts())
+            steps.proved.save(file_beside(path))
+
     def _plan_sizes(self, max_graphs: int | None = None, cost: Callable[[int], float] | None = None) -> dict[str, list[int]]:
         """mode -> sizes to capture."""
         graph = self.config.graph
@@ -186,6 +205,7 @@ class GraphedModule(torch.nn.Module):
         self,
         *args: Any,
         make_inputs: MakeInputs | None = None,
+        make_proof_inputs: MakeInputs | None = None,
         keys: Iterable[Mapping[str, Any]] = ({},),
         progress: Progress | None = None,
         **kwargs: Any,
@@ -195,21 +215,25 @@ class GraphedModule(torch.nn.Module):
         Give one representative step as arguments, which is cut to smaller sizes and padded to larger ones. Or give
         ``make_inputs(size, key) -> (args, kwargs)``, called for each of ``keys`` (dicts of host values), so that every size is
         timed on real lengths; it returns None for a size that does not occur with that key. Call again to add keys.
+        make_proof_inputs: the same for the captures and their proofs, where steps that cost less than those timed show as much.
         The inputs must be harmless to run, as captures and timings run them many times: let them write no page of a cache that holds
         anything. Smaller state (256 MiB in all) is put back afterwards.
         """
         with self._lock:
-            representatives: list[tuple[Call, Representative]] = []
+            representatives: list[tuple[Call, Representative, Representative]] = []
             if make_inputs is not None:
                 if args or kwargs:
                     raise TypeError("warmup: expected a representative step or make_inputs, got both")
-                representatives = [self._made(make_inputs, dict(key)) for key in keys]
+                for key in keys:
+                    example, timed = self._made(make_inputs, dict(key))
+                    proving = timed if make_proof_inputs is None else self._made(make_proof_inputs, dict(key))[1]
+                    representatives.append((example, timed, proving))
             else:
                 example = self._binding.read(args, kwargs)
                 if example.sizes[self._binding.token] == 0:
                     raise ValueError("warmup: expected a representative step with at least one token, got an empty one")
                 self._prepare(example)
-                representatives = [(example, self._resizer(example))]
+                representatives = [(example, self._resizer(example), self._resizer(example))]
             if not representatives:
                 raise ValueError("warmup: expected at least one key, got none")
             steps, dispatcher = self._prepare(representatives[0][0])
@@ -217,6 +241,7 @@ class GraphedModule(torch.nn.Module):
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
             if self.config.graph.cost_table:
                 dispatcher.table.save(self.config.graph.cost_table)
+                self._save_proofs(steps)
             return self.plan
 
     def _resizer(self, example: Call) -> Representative:
@@ -340,7 +365,7 @@ class GraphedModule(torch.nn.Module):
                 for mode, size in list(key.captured):
                     if size not in self._lists.get(mode, ()):
                         steps.drop(key, mode, size, "the traffic does not need it")
-            representatives = [(key.example, key.representative) for key in steps.keys.values()]
+            representatives = [(key.example, key.representative, key.proving) for key in steps.keys.values()]
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
             return self.plan
 

@@ -63,6 +63,7 @@ class Persistent:
         now = self._tensors.now()
         self._pointers = [t.data_ptr() for t in now]
         self._layouts = list(map(_layout, now))
+        self._devices = [t.device for t in now]
         self._all = list(range(len(self._pointers)))
         self._frozen = self._values.now()
         self._dicts: list[dict[str, Any]] = [m.__dict__ for m in self._modules]
@@ -83,8 +84,9 @@ class Persistent:
         self._values, self._frozen = kept, kept.now()
 
     def code(self) -> tuple[Any, ...]:
-        """Changes when compiled code may no longer be right for the module: shapes, dtypes, frozen values; not addresses."""
-        shapes = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in self.tensors().items()]
+        """Changes when compiled code may no longer be right for the module: shapes, dtypes, frozen values; not addresses. All as of
+        the last ``refresh``."""
+        shapes = zip(self._tensors.names, self._layouts, self._devices, strict=True)
         values = [(name, value.__class__, repr(value)) for name, value in zip(self._values.names, self._frozen, strict=True)]
         return (
             tuple(shapes),

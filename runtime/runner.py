@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from runtime.scheduler import Step
 from tkernels import collectives
 
 _WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with; half of what a request may have, where that is less
+_CPU_PROOF_CONTEXT = 24  # and one that it is proved with without a GPU: more than a page
 _CPU_CACHE_BYTES = 1 << 30
 
 _TOKENS = ("input_ids", "token_source", "positions", "slot_mapping")
@@ -279,7 +281,9 @@ class Runner:
         mixed = {"max_query_len": self.max_batch_tokens}
         if any(self._representative(size, mixed) for size in range(2, self.config.graph.max_tokens + 1)):
             keys.append(mixed)  # else no such step is small enough for a graph, and all of them run eager
-        return self.steps.warmup(make_inputs=self._representative, keys=keys, progress=progress)
+        # Without a GPU no kernel shares a long context out, and time is dear: there a short one proves as much.
+        proof = partial(self._representative, context=_CPU_PROOF_CONTEXT) if self.device.type == "cpu" else None
+        return self.steps.warmup(make_inputs=self._representative, make_proof_inputs=proof, keys=keys, progress=progress)
 
     def rows_by_kind(self) -> dict[str, list[PlanRow]]:
         """The plan's rows for steps of single tokens ("decode") and for steps with a chunk of a prompt in them ("mixed")."""
@@ -287,22 +291,22 @@ class Runner:
         keys = {"decode": "max_query_len=1", "mixed": f"max_query_len={self.max_batch_tokens}"}
         return {kind: [row for row in rows if row.key == key] for kind, key in keys.items()}
 
-    def _representative(self, size: int, key: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+    def _representative(self, size: int, key: Mapping[str, Any], context: int = _WARMUP_CONTEXT) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.
 
         None for a size that cannot occur: more decodes than requests may run, a chunk of one token, more than all contexts hold.
         """
         if key["max_query_len"] == 1:
-            return ((), self.batch(size, 0)) if size <= self.max_num_seqs else None
+            return ((), self.batch(size, 0, context)) if size <= self.max_num_seqs else None
         for decodes in range(min(size // 2, self.max_num_seqs - 1), -1, -1):
             if size > 1 and decodes + self._num_prompts(size - decodes) <= self.max_num_seqs:
-                return (), self.batch(decodes, size - decodes)
+                return (), self.batch(decodes, size - decodes, context)
         return None
 
     def _num_prompts(self, tokens: int) -> int:
         return -(-tokens // self.max_context)
 
-    def batch(self, decodes: int, prompt_tokens: int) -> dict[str, Any]:
+    def batch(self, decodes: int, prompt_tokens: int, context: int = _WARMUP_CONTEXT) -> dict[str, Any]:
         """Inputs of ``decodes`` requests at a usual context and, beside them, ``prompt_tokens`` in as few prompts as hold them.
 
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
@@ -313,7 +317,7 @@ class Runner:
                 f"batch: expected 1 to {self.max_num_seqs} requests of up to {self.max_context} tokens, got {decodes} that decode "
                 f"and {prompt_tokens} prompt tokens"
             )
-        context = min(_WARMUP_CONTEXT, self.max_context // 2)
+        context = min(context, self.max_context // 2)
         chunks = [prompt_tokens // prompts + (i < prompt_tokens % prompts) for i in range(prompts)]
         counts = np.array([1] * decodes + chunks)
         starts = np.minimum(context, self.max_context - counts)

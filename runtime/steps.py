@@ -6,6 +6,7 @@ A ``KeySteps`` owns the arena of its inputs, the callable that is captured, the 
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +15,15 @@ from typing import Any
 
 import torch
 
-from runtime.arena import Arena, InputSpec
+from runtime.arena import Arena, Dim, InputSpec
 from runtime.binding import Binding, Call, key_text
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import Inputs, differs_from_module, kept, moderate, prove, rows_mix, written_state
+from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, rows_mix, written_state
 from runtime.graph import CaptureError
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
+from runtime.proofs import KeyFacts, Proofs, StepProof, owners_digest, today
 from runtime.sizes import default_histogram
 from runtime.split import resolve_ops
 from runtime.trace import BindError
@@ -56,6 +58,9 @@ class KeySteps:
     module_call: NamedCall
     dims: OutputDims
     representative: Representative
+    """What steps are timed on."""
+    proving: Representative
+    """What they are captured and proved on."""
     static: dict[str, torch.Tensor]
     example: Call
     alike: tuple[str, ...]
@@ -69,7 +74,18 @@ class KeySteps:
     """Why every graph may only serve its own size, as known before any is captured, or ""."""
     rows_checked: set[int] = field(default_factory=set)
     """Sizes that were compared with the module at the fewest rows that they serve."""
+    compared: set[tuple[int, int]] = field(default_factory=set)
+    """(real rows, size) of these comparisons, those of earlier starts included."""
     exact: bool = False
+    why_exact: str = ""
+    proof_name: str = ""
+    """What proofs of this key are kept under: the key and all shapes around it."""
+    facts_date: str = ""
+    """When what is known of the key was found out, if an earlier start did."""
+    expected: tuple[int, list[Expected]] = (0, [])
+    """What the latest size captured gives uncaptured: all its modes are compared with the same runs."""
+    ran: set[int] = field(default_factory=set)
+    """Sizes that have run uncaptured on the capture stream."""
 
     captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
     dropped: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -106,6 +122,10 @@ class Steps:
         self.traffic: Mapping[int, float] = default_histogram(config.graph.max_tokens)
         """How often steps of each size occur, as far as known."""
         self.splitting = overloads(config.compile.splitting_ops)
+        self.known = Proofs(None)
+        """What earlier starts have proved and this one need not."""
+        self.proved = Proofs(None)
+        """What holds now, for the next start."""
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------
 
@@ -120,7 +140,7 @@ class Steps:
 
     # -- keys -----------------------------------------------------------------------------------------------------------------
 
-    def add_key(self, example: Call, representative: Representative, max_tokens: int) -> KeySteps:
+    def add_key(self, example: Call, representative: Representative, proving: Representative, max_tokens: int) -> KeySteps:
         """Prepare a key: its arena, its compiled callable, the dimensions of its outputs."""
         self.binding.check_names(example.tensors, self.pad)
         static = {n: t for n, t in example.tensors.items() if n in self.static}
@@ -132,15 +152,43 @@ class Steps:
                 specs[name] = InputSpec(name, shape, tensor.dtype, self.pad.get(name, 0))
         arena = Arena(specs.values(), self.padded(max_tokens, example.host), self.device)
         module_call, call = self._on_named(self.module, example, static), self._on_named(self._compiled(example), example, static)
-        samples = self._samples(representative, max_tokens)
-        run = lambda i: module_call({n: t.to(self.device) for n, t in samples[i].tensors.items() if n in specs})
-        with kept(self.persistent.tensors() | static):
-            dims, alike, follows = probe_outputs(module_call, specs, self.device, self.binding.size_names, [s.sizes for s in samples], run)
-        text = key_text(example.host)
-        key = KeySteps(example.host, text, specs, arena, call, module_call, dims, representative, static, example, alike)
-        key.follows_size = follows
+        state, text = self.persistent.tensors() | static, key_text(example.host)
+        name = self._proof_name(text, example, specs, static, max_tokens)
+        facts = self.known.keys.get(name)
+        if facts is not None and set(facts.written) <= set(state):
+            dims: OutputDims = [None if leaf is None else {axis: Dim(*dim) for axis, dim in leaf.items()} for leaf in facts.dims]
+            alike, follows = facts.alike, facts.follows_size
+        else:
+            facts = None
+            samples = self._samples(proving, max_tokens)
+            run = lambda i: module_call({n: t.to(self.device) for n, t in samples[i].tensors.items() if n in specs})
+            with kept(state):
+                dims, alike, follows = probe_outputs(
+                    module_call, specs, self.device, self.binding.size_names, [s.sizes for s in samples], run
+                )
+        key = KeySteps(example.host, text, specs, arena, call, module_call, dims, representative, proving, static, example, alike)
+        key.follows_size, key.proof_name = follows, name
+        if facts is not None:
+            key.facts_date, key.checked, key.compared = facts.date, True, set(facts.rows)
+            key.written = {each: state[each] for each in facts.written}
+            if facts.exact:
+                self._serve_exact(key, facts.exact)
         self.keys[example.host] = key
         return key
+
+    def _proof_name(
+        self, text: str, example: Call, specs: Mapping[str, InputSpec], static: dict[str, torch.Tensor], max_tokens: int
+    ) -> str:
+        """The key, and a digest of the shapes that its steps rest on beside those of the parameters."""
+        stored = self.module.state_dict(keep_vars=True).keys()
+        held = [
+            # how many pages a cache has may differ from start to start: kernels take it as an argument
+            (name, str(t.dtype), tuple(t.shape) if name in stored else tuple(t.shape[1:]), t.is_contiguous())
+            for name, t in (self.persistent.tensors() | static).items()
+        ]
+        inputs = [(name, [str(d) for d in spec.shape], str(spec.dtype), spec.pad) for name, spec in specs.items()]
+        around = repr((example.host, inputs, sorted(self.padded(max_tokens, example.host).items()), held))
+        return f"{text} #{hashlib.sha256(around.encode()).hexdigest()[:16]}"
 
     def _on_named(self, fn: Callable[..., Any], example: Call, static: Mapping[str, torch.Tensor]) -> NamedCall:
         build, host = self.binding.build, example.host
@@ -156,7 +204,10 @@ class Steps:
         for key in self.keys.values():
             key.call = self._on_named(self._compiled(key.example), key.example, key.static)
             key.checked = key.exact = False
-            key.rows_checked.clear()
+            key.why_exact = ""
+            for known in (key.rows_checked, key.compared, key.ran):
+                known.clear()
+        self.known, self.proved = Proofs(None), Proofs(None)
 
     def _samples(self, representative: Representative, max_tokens: int) -> list[Call]:
         """Representative steps of a few sizes, for the shapes of the outputs."""
@@ -194,19 +245,30 @@ class Steps:
 
     def inputs(self, key: KeySteps, size: int) -> list[Inputs]:
         """The sets of inputs a step of this size is captured and proved with: a full one and, where padding is legal, one with a tail."""
-        sets = []
-        for n in dict.fromkeys((size, max(1, size - max(1, size // 4)))):
-            call = key.representative(n) if n == size or not key.exact else None
-            if call is not None:
-                values = {name: t for name, t in call.tensors.items() if name in key.specs}
-                sets.append(Inputs(values, call.sizes, self.padded(size, key.host)))
-        return sets
+        lengths = (size, max(1, size - max(1, size // 4)))
+        calls = [key.proving(n) for n in dict.fromkeys(lengths) if n == size or not key.exact]
+        return [self._padded_to(key, call, size) for call in calls if call is not None]
+
+    def timed_inputs(self, key: KeySteps, size: int) -> Inputs | None:
+        """What a step of this size is timed with; None where it does not occur."""
+        call = key.representative(size)
+        return None if call is None else self._padded_to(key, call, size)
+
+    def _padded_to(self, key: KeySteps, call: Call, size: int) -> Inputs:
+        values = {name: t for name, t in call.tensors.items() if name in key.specs}
+        return Inputs(values, call.sizes, self.padded(size, key.host))
 
     def capture(self, key: KeySteps, mode: str, size: int) -> Captured:
         """Capture and prove one step, inside ``pool.session()``. Raises what went wrong; nothing is left of it then."""
         sets = self.inputs(key, size)
+        known = self.known.steps.get((key.proof_name, mode, size))
+        # Once uncaptured on this stream: library handles, lazy compilation and workspaces come now.
+        if known is None:
+            self._expect(key, size, sets)
+        elif size not in key.ran:
+            key.call(sets[0].load(key.arena))
+        key.ran.add(size)
         views = sets[0].load(key.arena)
-        key.call(views)  # once uncaptured on this stream: library handles, lazy compilation and workspaces come now
         start = time.perf_counter()
         step = capture_step(
             self.pool,
@@ -225,18 +287,50 @@ class Steps:
             if mode == "piecewise" and len(step.segments) == 1:
                 ops = ", ".join(self.config.compile.splitting_ops) or "none is configured"
                 raise NothingToSplit(f"no splitting op is called ({ops}), so this is the full graph")
-            mutated, idempotent = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}")
+            owners = owners_digest(step.addresses, step.kinds)
+            if known is not None and known.owners == owners:
+                step.verified(known.date)
+            else:
+                expected = self._expect(key, size, sets)
+                found, idempotent = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}", expected)
+                known = StepProof(today(), owners, tuple(sorted(found)), idempotent)
         except BaseException:
             step.reset()
             raise
-        captured = Captured(step, StepOutput(step.output, key.dims), mutated, idempotent, self.padded(size, key.host))
+        self.proved.steps[key.proof_name, mode, size] = known
+        mutated = frozenset(known.mutated)
+        captured = Captured(step, StepOutput(step.output, key.dims), mutated, known.idempotent, self.padded(size, key.host))
         key.writes_arguments |= bool(mutated)
         key.captured[mode, size] = captured
         key.dropped.pop((mode, size), None)
         return captured
 
+    def _expect(self, key: KeySteps, size: int, sets: list[Inputs]) -> list[Expected]:
+        if key.expected[0] != size:
+            key.expected = size, [expect(key.call, given, key.arena, key.dims) for given in sets]
+        return key.expected[1]
+
+    def facts(self) -> dict[str, KeyFacts]:
+        """What is known of each key, for the next start. Of a key whose padding was not looked at there is nothing."""
+        found = {}
+        for key in self.keys.values():
+            if key.checked:
+                dims = tuple(None if leaf is None else {axis: (dim.name, dim.extra) for axis, dim in leaf.items()} for leaf in key.dims)
+                found[key.proof_name] = KeyFacts(
+                    key.facts_date or today(),
+                    dims,
+                    key.alike,
+                    key.follows_size,
+                    tuple(key.written),
+                    key.why_exact,
+                    tuple(sorted(key.compared)),
+                )
+        return found
+
     def find_written(self, key: KeySteps, size: int) -> None:
         """Fill ``key.written``. Runs the module once, on a representative step."""
+        if key.facts_date:
+            return
         given = self.inputs(key, size)[0]
         state = self.persistent.tensors() | key.static
         with kept(state):
@@ -247,9 +341,11 @@ class Steps:
 
         sizes: those to capture; the padding is shaken at a small one, but with a few real rows.
         """
+        if key.checked:
+            return
         sizes = sorted(sizes)
         given = self._with_tail(key, next((size for size in sizes if size >= 8), sizes[-1]))
-        if key.checked or (given is None and not key.follows_size):
+        if given is None and not key.follows_size:
             return
         key.checked = True
         if why := key.follows_size or self._shaken(key, given):
@@ -264,15 +360,15 @@ class Steps:
                 continue
             key.rows_checked.add(size)
             for n in dict.fromkeys((smaller + 1, 1)):
-                call = key.representative(n) if n < size and not key.exact else None
+                call = key.proving(n) if n < size and not key.exact and (n, size) not in key.compared else None
                 if call is not None:
-                    values = {name: t for name, t in call.tensors.items() if name in key.specs}
-                    given = Inputs(values, call.sizes, self.padded(size, key.host))
+                    key.compared.add((n, size))
+                    given = self._padded_to(key, call, size)
                     if why := differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written, roundings=1024):
                         self._serve_exact(key, f"{n} padded to {size}: {why}")
 
     def _serve_exact(self, key: KeySteps, why: str) -> None:
-        key.exact = True
+        key.exact, key.why_exact = True, why
         self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
 
     def _with_tail(self, key: KeySteps, size: int) -> Inputs | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -97,6 +98,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     full = ""
     with own_state(steps.device), steps.pool.session(collect=not between_steps), ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
+            key.expected = 0, []  # of other weights, maybe
             steps.find_written(key, min(size for k, _, size in order if k is key))
             state.enter_context(kept(key.written))
             steps.check_padding(key, [size for k, _, size in order if k is key])
@@ -129,6 +131,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
                     held = 0
                     steps.remark(f"{what} was dropped: it alone takes {grown} bytes of {reason}")
         for key in dict.fromkeys(key for key, _, _ in order):
+            key.expected = 0, []
             steps.check_rows(key)
         steps.persistent.forget_changed_values()
     if progress:
@@ -164,10 +167,9 @@ KeySteps_ = tuple[Any, ...]
 
 def runs_at(steps: Steps, key: KeySteps, size: int) -> dict[str, Callable[[], object]]:
     """What can run a step of this size, on representative inputs that are loaded now."""
-    call = key.representative(size)
-    if call is None:
+    inputs = steps.timed_inputs(key, size)
+    if inputs is None:
         return {}
-    inputs = steps.inputs(key, size)[0]
     inputs.load(key.arena)
     exact = key.arena.views(inputs.real)
     runs: dict[str, Callable[[], object]] = {"eager": lambda: key.eager(exact)}
@@ -224,6 +226,12 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
             nbytes = sum(c.step.nbytes for (_, s), c in key.captured.items() if s == size)
             eager, piecewise, full = (ms.get((key.text, mode, size)) for mode in ("eager", "piecewise", "full"))
             plan.rows.append(PlanRow(key.text, size, eager, piecewise, full, shown, nbytes))
+    if earlier := Counter(c.step.proved_on[:10] for key in steps.keys.values() for c in key.captured.values() if c.step.proved_on):
+        days = ", ".join(f"{count} on {day}" for day, count in sorted(earlier.items()))
+        plan.remarks.append(
+            f"proved by earlier starts with the same code, versions, device and shapes: {days}; compared now: the owner of every input. "
+            'graph.check = "poison" proves all again'
+        )
     plan.capture_seconds, plan.measure_seconds = capture_s, measure_s
     plan.graph_seconds = steps.graph_seconds
     plan.graph_bytes = steps.pool.nbytes()
@@ -234,19 +242,20 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
 def warm_up(
     steps: Steps,
     dispatcher: Dispatcher,
-    representatives: Iterable[tuple[Call, Representative]],
+    representatives: Iterable[tuple[Call, Representative, Representative]],
     sizes: Mapping[str, list[int]],
     max_tokens: int,
     progress: Progress | None = None,
 ) -> Plan:
-    """sizes: mode -> sizes to capture. representatives: an example call and its resizer for each key."""
+    """sizes: mode -> sizes to capture. representatives: for each key an example call, and what makes the steps of a size that are
+    timed and those that are proved."""
     start = time.perf_counter()
     todo: list[Job] = []
     measured: dict[KeySteps_, list[int]] = {}
     with own_state(steps.device), naming_inference_tensors(steps):
-        for example, representative in representatives:
-            key = steps.keys.get(example.host) or steps.add_key(example, representative, max_tokens)
-            key.representative = representative
+        for example, representative, proving in representatives:
+            key = steps.keys.get(example.host) or steps.add_key(example, representative, proving, max_tokens)
+            key.representative, key.proving = representative, proving
             usable = {size for list_ in sizes.values() for size in list_ if representative(size) is not None}
             if steps.config.graph.capture == "warmup":
                 todo += [(key, mode, s) for mode, list_ in sizes.items() for s in list_ if s in usable and (mode, s) not in key.captured]
