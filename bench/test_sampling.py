@@ -108,3 +108,81 @@ def test_sample(measure: Any, case: tuple[str, int], peer: str) -> None:
         return Problem(peers=calls, check=check, tolerance=0.0, bytes=moved, sets=len(logits))
 
     measure(build)
+
+
+def _inputs(rows: int) -> tuple[int, list[torch.Tensor]]:
+    """Bytes of one set of logits, and the sets."""
+    moved = rows * VOCAB * DTYPE.itemsize
+    return moved, [(2 * torch.randn((rows, VOCAB), device=DEVICE)).to(DTYPE) for _ in range(sets_for(moved))]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("peer", [OURS, EAGER, INDUCTOR])
+def test_adjust_logits(measure: Any, rows: int, peer: str) -> None:
+    """Repetition, presence, frequency, a bias of 16 tokens and a mask: one pass, against the chain one writes in torch."""
+
+    def build() -> Problem:
+        moved, logits = _inputs(rows)
+        counts = torch.zeros((rows, VOCAB), dtype=torch.int32, device=DEVICE)
+        tkernels.count_tokens(counts, torch.arange(rows, device=DEVICE).repeat(50), torch.randint(VOCAB, (50 * rows,), device=DEVICE))
+        factor = torch.full((rows,), 1.2, device=DEVICE)
+        ids = torch.randint(VOCAB // 16, (rows, 16), device=DEVICE) + torch.arange(16, device=DEVICE) * (VOCAB // 16)
+        bias = torch.randn((rows, 16), device=DEVICE)
+        allowed = torch.rand((rows, VOCAB), device=DEVICE) < 0.9
+        padded = torch.zeros((rows, -(-VOCAB // 32) * 32), dtype=torch.int64, device=DEVICE)
+        padded[:, :VOCAB] = allowed
+        words = (padded.view(rows, -1, 32) << torch.arange(32, device=DEVICE)).sum(-1)
+        mask = torch.where(words >= 2**31, words - 2**32, words).int()
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            x = x.float()
+            seen = counts > 0
+            x = torch.where(seen, torch.where(x > 0, x / 1.2, x * 1.2), x) - 0.5 * counts - 0.25 * seen
+            return x.scatter_add(1, ids, bias).masked_fill(~allowed, float("-inf"))
+
+        quarter, half, narrow = factor * 0 + 0.25, factor * 0 + 0.5, ids.int()
+        compiled = inductor(plain)
+        expected = plain(logits[0])
+
+        def check(name: str, out: torch.Tensor) -> float:
+            live = expected > -float("inf")
+            return float("inf") if bool(((out > -float("inf")) != live).any()) else float((out[live] - expected[live]).abs().max())
+
+        calls = {
+            OURS: lambda i: tkernels.adjust_logits(
+                logits[i], counts=counts, repetition=factor, presence=quarter, frequency=half, bias_ids=narrow, bias_values=bias, mask=mask
+            ),
+            EAGER: lambda i: plain(logits[i]),
+            INDUCTOR: lambda i: compiled(logits[i]),
+        }
+        total = moved + rows * VOCAB * (4 + 4) + mask.nbytes  # logits, counts and the mask in, fp32 out
+        return Problem(peers=calls, check=check, tolerance=1e-5, bytes=total, sets=len(logits))
+
+    measure(build)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("peer", [OURS, EAGER, INDUCTOR])
+def test_top_logprobs(measure: Any, rows: int, peer: str) -> None:
+    """The drawn token's and the 20 largest log-probabilities."""
+
+    def build() -> Problem:
+        moved, logits = _inputs(rows)
+        tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
+
+        def plain(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs = x.float().log_softmax(-1)
+            top = logprobs.topk(20)
+            return logprobs.gather(1, tokens[:, None])[:, 0], top.values
+
+        compiled = inductor(plain)
+        expected = logits[0].double().log_softmax(-1)
+        calls = {
+            OURS: lambda i: tkernels.top_logprobs(logits[i], tokens, 20)[::2],
+            EAGER: lambda i: plain(logits[i]),
+            INDUCTOR: lambda i: compiled(logits[i]),
+        }
+        want = (expected.gather(1, tokens[:, None])[:, 0], expected.topk(20).values)
+        return Problem(peers=calls, expected=want, tolerance=1e-5, bytes=moved, sets=len(logits))
+
+    measure(build)

@@ -26,6 +26,7 @@ def _kernel_inputs() -> dict[str, object]:
     """What the fragments in kernels.md call x, q, k_cache and so on."""
     heads, kv_heads, head_dim, tokens = 4, 2, 16, 3
     return {
+        "torch": torch,
         "x": torch.randn(tokens, 32), "residual": torch.randn(tokens, 32), "weight": torch.randn(32),
         "q": torch.randn(tokens, heads, head_dim),
         "k": torch.randn(tokens, kv_heads, head_dim), "v": torch.randn(tokens, kv_heads, head_dim),

@@ -13,6 +13,8 @@ from tkernels.fp8 import (
 )
 from tkernels.layernorm import layer_norm
 from tkernels.linear import linear
+from tkernels.logits import adjust_logits, count_tokens
+from tkernels.logprobs import top_logprobs
 from tkernels.quant import quantize_fp8, quantize_fp8_per_block, quantize_fp8_per_token
 from tkernels.rmsnorm import add_rms_norm, rms_norm
 from tkernels.rope import rope, rope_and_cache
@@ -22,7 +24,9 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_fp8_dynamic",
+    "adjust_logits",
     "cascade_attention",
+    "count_tokens",
     "embedding_rms_norm",
     "gelu_and_mul",
     "gelu_mul",
@@ -44,4 +48,5 @@ __all__ = [
     "silu_and_mul_fp8",
     "silu_and_mul_fp8_dynamic",
     "silu_mul",
+    "top_logprobs",
 ]

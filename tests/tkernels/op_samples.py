@@ -193,14 +193,42 @@ def sample(device: torch.device) -> list[Call]:
         temperature = torch.tensor([0.0, 1.0, 0.7], device=device)[:rows]
         top_k = torch.tensor([0, 0, 5], dtype=torch.int32, device=device)[:rows]
         numbers = torch.arange(rows, device=device)
-        calls.append(((logits, temperature, top_k, torch.ones(rows, device=device), numbers, numbers), {}))
+        calls.append(((logits, temperature, top_k, torch.ones(rows, device=device), numbers, numbers), {"min_p": temperature / 4}))
+    return calls
+
+
+def adjust_logits(device: torch.device) -> list[Call]:
+    counts = torch.randint(0, 3, (4, 40), dtype=torch.int32, device=device)
+    ids = torch.tensor([[3, -1], [-1, 39], [0, 1], [-1, -1]], dtype=torch.int32, device=device)
+    state = (ids, torch.full((4, 2), 0.5, device=device), torch.full((4, 2), 0x77777777, dtype=torch.int32, device=device))
+    calls: list[Call] = []
+    for logits in (torch.randn(3, 40, device=device), column_slice(torch.randn(3, 40, device=device)), torch.randn(0, 40, device=device)):
+        rows = logits.shape[0]
+        slots, ones = torch.tensor([2, -1, 0], device=device)[:rows], torch.ones(rows, device=device)
+        calls.append(((logits, slots, counts, ones * 1.5, ones * 0.25, ones * 0.5, *state), {}))
+    return [((torch.randn(3, 40, device=device),), {}), *calls]
+
+
+def count_tokens(device: torch.device) -> list[Call]:
+    slots, tokens = torch.tensor([2, 0, -1, 2], device=device), torch.tensor([5, 39, 5, 5], device=device)
+    counts = torch.zeros(4, 40, dtype=torch.int32, device=device)
+    calls: list[Call] = [((counts.clone(), slots[:n], tokens[:n]), {"prompt": prompt}) for n, prompt in ((4, False), (4, True), (0, False))]
+    return calls
+
+
+def top_logprobs(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for logits in (torch.randn(3, 40, device=device), column_slice(torch.randn(3, 40, device=device)), torch.randn(0, 40, device=device)):
+        calls.append(((logits, torch.tensor([0, 39, -1], device=device)[: logits.shape[0]], 5), {}))
     return calls
 
 
 SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
+    "adjust_logits": adjust_logits,
     "add_rms_norm": add_rms_norm,
     "add_rms_norm_fp8": add_rms_norm_fp8,
     "add_rms_norm_fp8_dynamic": add_rms_norm_fp8_dynamic,
+    "count_tokens": count_tokens,
     "embedding_rms_norm": embedding_rms_norm,
     "gelu_and_mul": gelu_and_mul,
     "gelu_mul": gelu_mul,
@@ -222,4 +250,5 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "silu_and_mul_fp8": silu_and_mul_fp8,
     "silu_and_mul_fp8_dynamic": silu_and_mul_fp8_dynamic,
     "silu_mul": silu_mul,
+    "top_logprobs": top_logprobs,
 }

@@ -28,7 +28,8 @@ def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
     launched, _, constants = done.stdout.strip().partition("|")
     assert set(launched.split()) >= {
         "_vector_kernel", "_matrix_kernel", "_rope_kernel", "_rms_norm_kernel", "_layer_norm_kernel", "_gated_kernel",
-        "_quantize_kernel", "_runs_kernel", "_finish_kernel",
+        "_quantize_kernel", "runs_kernel", "finish_kernel",
+        "_adjust_kernel", "_count_kernel", "_parts_kernel", "_finish_kernel",
     }  # fmt: skip
     assert {"n", "k_total", "num_heads", "hidden", "width", "vocab"} <= set(constants.split())
 
@@ -72,7 +73,7 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
 
 
 def _launch_all() -> None:
-    from tkernels import activation, embedding, layernorm, quant, rmsnorm, sampling
+    from tkernels import activation, embedding, layernorm, logits, logprobs, quant, rmsnorm, sampling
     from tkernels._linear_kernels import Tile, launch
     from tkernels.rope import _rope, _rope_and_cache
 
@@ -97,7 +98,14 @@ def _launch_all() -> None:
     _rope_and_cache(heads, heads, heads, index, table, cache, cache, index, k_scale=one, v_scale=one)
     _rope(heads, heads, index, table, True, zeros(2), zeros(2))
     for vocab in (1, 129):
-        sampling._sample(zeros(1, vocab), one, one.to(torch.int32), one, index, index)
+        for min_p in (None, one):
+            sampling._sample(zeros(1, vocab), one, one.to(torch.int32), one, index, index, min_p)
+        counts, words = zeros(1, vocab, dtype=torch.int32), zeros(1, -(-vocab // 32), dtype=torch.int32)
+        logits._adjust(zeros(1, vocab), index, counts, one, one, one, one.to(torch.int32)[:, None], one[:, None], words)
+        logits._adjust(zeros(1, vocab), mask=words)
+        logprobs._top_logprobs(zeros(1, vocab), index, 1)
+    for prompt in (False, True):
+        logits._count(counts, index, index, prompt)
 
 
 if __name__ == "__main__":

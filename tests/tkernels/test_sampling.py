@@ -28,7 +28,7 @@ def _numbers(value: Any, rows: int, dtype: torch.dtype, device: torch.device) ->
 def _arguments(
     logits: torch.Tensor, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, seed: Any = 0, step: Any = 0
 ) -> tuple[Any, ...]:
-    """The op's arguments, each scalar repeated for all rows."""
+    """The op's arguments but min_p, each scalar repeated for all rows."""
     rows, device = logits.shape[0], logits.device
     return (
         logits,
@@ -196,18 +196,65 @@ def test_b138_b140_kept_sets(probabilities: list[float], rules: dict[str, Any], 
     assert _chi_square(tokens, live) < 4
 
 
+@pytest.mark.parametrize(
+    ("rules", "min_p", "kept"),
+    [
+        ({}, 0.5, {0, 1}),
+        ({}, 0.500002, {0}),
+        ({}, 0.24, {0, 1, 2}),
+        ({}, 1.0, {0}),
+        ({}, 7.0, {0}),
+        ({}, 0.0, {0, 1, 2, 3}),
+        ({}, -1.0, {0, 1, 2, 3}),
+        ({}, float("nan"), {0, 1, 2, 3}),
+        ({"temperature": 0.5}, 0.25, {0, 1}),  # with temperature the ratios are squared
+        ({"top_k": 2}, 0.01, {0, 1}),
+        ({"top_k": 3}, 0.3, {0, 1}),
+        ({"top_p": 0.6}, 0.01, {0, 1}),
+        ({"top_p": 0.95}, 0.24, {0, 1, 2}),
+        # min_p takes nothing away from the sum that top_p is measured by: all four reach .95, not three
+        ({"top_k": 4, "top_p": 0.95}, 0.11, {0, 1, 2, 3}),
+    ],
+    ids=str,
+)
+def test_b140_min_p_keeps_by_ratio(rules: dict[str, Any], min_p: float, kept: set[int], device: torch.device) -> None:
+    p = torch.tensor([0.48, 0.24, 0.12, 0.06], device=device)
+    arguments = _arguments(p.log().expand(3000, -1), step=torch.arange(3000, device=device), **rules)
+    tokens = sample_ref(*arguments, torch.full((3000,), min_p, device=device))
+    assert set(tokens.tolist()) == kept
+    few = [x[:6] for x in arguments]
+    assert torch.equal(tkernels.sample(*few, min_p=torch.full((6,), min_p, device=device)), tokens[:6])
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(7, torch.float32), (1000, torch.bfloat16)])
+def test_min_p_equals_the_oracle(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Beside every other rule, in one batch; a row without min_p draws what it draws without the argument."""
+    rules = RULES[1:5]
+    logits = column_slice((torch.randn(2 * len(rules), vocab, device=device) * 3).to(dtype))
+    temperature, top_k, top_p = zip(*rules * 2, strict=True)
+    arguments = _arguments(
+        logits, torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.arange(len(logits)), torch.arange(len(logits))
+    )
+    min_p = torch.tensor([0.05, 0.3, 0.1, 0.2, 0.0, 0.0, 0.0, 0.0], device=device)
+    tokens = tkernels.sample(*arguments, min_p=min_p)
+    assert torch.equal(tokens, sample_ref(*arguments, min_p))
+    assert torch.equal(tokens[4:], tkernels.sample(*arguments)[4:])
+
+
 def test_filters_equal_those_of_transformers(device: torch.device) -> None:
-    """Kept sets against the logits processors of Hugging Face, applied in its order: temperature, top_k, top_p."""
+    """Kept sets against the logits processors of Hugging Face, applied in its order: temperature, top_k, top_p, min_p."""
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, 30) * 2
-    for temperature, top_k, top_p in ((0.7, 10, 0.8), (1.5, 25, 0.95), (1.0, 3, 0.5)):
+    for temperature, top_k, top_p, min_p in ((0.7, 10, 0.8, 0.0), (1.5, 25, 0.95, 0.1), (1.0, 3, 0.5, 0.2), (2.0, 30, 1.0, 0.15)):
         scores = process.TemperatureLogitsWarper(temperature)(None, logits)
         scores = process.TopPLogitsWarper(top_p)(None, process.TopKLogitsWarper(top_k)(None, scores))
+        scores = process.MinPLogitsWarper(min_p)(None, scores)
         want = scores.softmax(-1)[0]
-        tokens = sample_ref(*_arguments(logits.expand(3000, -1), temperature, top_k, top_p, step=torch.arange(3000)))
+        ratio = torch.full((3000,), min_p)
+        tokens = sample_ref(*_arguments(logits.expand(3000, -1), temperature, top_k, top_p, step=torch.arange(3000)), ratio)
         assert _chi_square(tokens, want) < 4
         few = _arguments(logits.to(device).expand(3, -1), temperature, top_k, top_p, step=torch.arange(3))
-        assert tkernels.sample(*few).tolist() == tokens[:3].tolist()
+        assert tkernels.sample(*few, min_p=ratio[:3].to(device)).tolist() == tokens[:3].tolist()
 
 
 def test_b136_greedy_is_argmax_in_any_company(device: torch.device) -> None:
@@ -374,8 +421,8 @@ def test_b066_alignment_of_the_scratch_does_not_depend_on_the_rows(monkeypatch: 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **kwargs: pointers.extend(a.data_ptr() for a in args if isinstance(a, torch.Tensor))
 
-    monkeypatch.setattr(sampling, "_runs_kernel", Spy())
-    monkeypatch.setattr(sampling, "_finish_kernel", Spy())
+    monkeypatch.setattr(sampling, "runs_kernel", Spy())
+    monkeypatch.setattr(sampling, "finish_kernel", Spy())
     for rows in (1, 2, 3):
         tkernels.sample(*_arguments(torch.zeros(rows, 300, device=device)))
     assert len(pointers) == 3 * (8 + 9)
