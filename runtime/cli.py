@@ -1,4 +1,4 @@
-"""The command line: ``python -m runtime generate | plan | explain | simulate``.
+"""The command line: ``python -m runtime generate | plan | explain | simulate | bench``.
 
 Exit codes: 0 all went well, 1 something failed while running (a damaged checkpoint, a prompt that cannot be served), 2 the command
 or the configuration is wrong. Results go to stdout, errors and the progress bar to stderr.
@@ -13,7 +13,8 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -23,15 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from runtime import simulate_command
+from runtime import bench_command, simulate_command
 from runtime.answer import Completion, Event
 from runtime.config import ConfigError, RuntimeConfig
-from runtime.costs import save_rows
 from runtime.engine import Engine
 from runtime.parallel import is_follower, leave
 from runtime.request import SamplingParams
+from runtime.step_costs import measure_steps
 
-_COMMANDS = ("generate", "plan", "explain", "simulate")
+_COMMANDS = ("generate", "plan", "explain", "simulate", "bench")
 _EXAMPLES = """\
 examples:
   python -m runtime generate --config configs/demo.toml --chat "What is the capital of France?" "Name three colours."
@@ -40,6 +41,8 @@ examples:
   python -m runtime explain --config configs/demo.toml 1 5 4+120
   python -m runtime explain --config configs/demo.toml addresses
   python -m runtime simulate --trace bench/traces/azure_llm_2023_conv.csv --rate 2 --scheduler.itl_ms 50 --scheduler.ttft_ms 500
+  python -m runtime plan --config configs/llama-8b.toml --json costs.json
+  python -m runtime bench --config configs/llama-8b.toml --costs costs.json --trace bench/traces/azure_llm_2023_conv.csv --seconds 90
 """
 
 
@@ -92,7 +95,7 @@ def _run(argv: list[str], errors: Console) -> int:
     out = Console(highlight=False, soft_wrap=True)
     if not out.is_terminal:
         out.width = 160  # what a file or pipe gets shall not be folded to 80 columns
-    commands = {"generate": _generate, "plan": _plan, "explain": _explain, "simulate": _simulate}
+    commands = {"generate": _generate, "plan": _plan, "explain": _explain, "simulate": _simulate, "bench": _bench}
     if is_follower():  # rank 0 speaks for all; what goes wrong still comes from whoever it happens to
         out = errors = Console(quiet=True)
     code = commands[arguments.command](arguments, config, out, errors)
@@ -120,10 +123,12 @@ def _make_parser() -> _Parser:
     explain = command("explain", "BATCH ...", "say how a batch would run and why, or who owns each input of each captured piece")
     text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
     explain.add_argument("batches", nargs="+", metavar="BATCH", help=text)
-    plan.add_argument("--json", metavar="FILE", help="also write the measured costs here, for simulate --costs")
+    plan.add_argument("--json", metavar="FILE", help="also time whole steps, and write the costs for --costs here")
     simulate = command("simulate", "--trace FILE", "run the scheduler over a trace of requests with a cost table instead of a model")
     simulate_command.add_arguments(simulate)
-    for each in (generate, plan, explain, simulate):
+    bench = command("bench", "--trace FILE", "run a trace of requests through the engine, open loop, and compare with the simulator")
+    bench_command.add_arguments(bench)
+    for each in (generate, plan, explain, simulate, bench):
         _add_config(each)
     return parser
 
@@ -173,20 +178,41 @@ def _value(text: str) -> Any:
 
 def _engine(config: RuntimeConfig, out: Console, errors: Console, quiet: bool = False) -> Engine:
     report = lambda line: None if quiet else out.print(line, markup=False)
+    with _bar(errors) as progress:
+        return Engine(config=config, report=report, progress=progress)
+
+
+@contextmanager
+def _bar(errors: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar, as the function that moves it; where nobody would see it, one that does nothing."""
     if not errors.is_terminal:
-        return Engine(config=config, report=report)
+        yield lambda done, total, what: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("loading", total=None)
-        progress = lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-        return Engine(config=config, report=report, progress=progress)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
     engine = _engine(config, out, errors)
     out.print(engine.plan)
     if arguments.json:
-        save_rows(arguments.json, engine.plan.device, engine.runner.rows_by_kind())
+        with _bar(errors) as progress:
+            costs = measure_steps(engine.runner, progress)
+        Path(arguments.json).write_text(json.dumps(costs, indent=1) + "\n")
+        for each in costs["check"]:
+            beside = f"{each['decodes']} decodes + {each['chunk']} prompt tokens at context {each['context']}"
+            out.print(f"check: {beside}: {each['ms']:.3f} ms measured, {each['table_ms']:.3f} ms by the table")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    run = bench_command.prepare(arguments, config)  # what is wrong with the options is said before the model is loaded
+    engine = _engine(config, out, errors)
+    out.print(engine.plan)
+    with _bar(errors) as progress:
+        run(engine, out, progress)
     return 0
 
 

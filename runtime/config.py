@@ -107,7 +107,7 @@ class SchedulerConfig(_Section):
 
 
 class ModelConfig(_Section):
-    path: str = Field("", description="Hugging Face folder or GGUF file")
+    path: str = Field("", description='Hugging Face folder, GGUF file, or "random:llama-8b": random weights of a shape')
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field("auto", description="auto: the checkpoint's, float32 on a CPU")
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:0"')
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +90,7 @@ class StepCosts:
     ) -> None:
         self._decode, self._mixed = _Costs(decode, rule), _Costs(mixed, rule)
         self.kv_ms, self.pair_ms, self.source = kv_ms, pair_ms, source
+        self.num_pages: int | None = None  # of the engine that the costs were measured in
         self._known_ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
     def step(self, tokens: int, prompts: bool) -> StepCost:
@@ -115,32 +115,33 @@ class StepCosts:
         return self._mixed.sizes
 
 
-def save_rows(path: str | Path, device: str, rows: Mapping[str, Sequence[PlanRow]]) -> None:
-    """Write ``{"decode": …, "mixed": …}`` as measured; ``load_table`` reads it back."""
-    data: dict[str, Any] = {"device": device, **{kind: [asdict(row) for row in each] for kind, each in rows.items()}}
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
-
-
 def load_table(path: str | Path, rule: Rule = "cheapest") -> StepCosts:
-    """A table from JSON: ``{"device", "decode": [rows], "mixed": [rows], "kv_ms"?, "pair_ms"?}``. Raises ValueError naming the fault.
-
-    A row has "size" and at least one of "eager_ms", "piecewise_ms", "full_ms". Without kv_ms and pair_ms a step costs the same
-    at every context.
-    """
+    """A table from a JSON file, see ``table_of``. Raises ValueError naming the fault."""
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--costs {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--costs {path}: not JSON: {error}") from error
+    return table_of(data, rule, f"--costs {path}")
+
+
+def table_of(data: Any, rule: Rule = "cheapest", where: str = "costs") -> StepCosts:
+    """A table from ``{"device", "decode": [rows], "mixed": [rows], "kv_ms"?, "pair_ms"?, "num_pages"?}``, as ``plan --json`` writes.
+
+    A row has "size" and at least one of "eager_ms", "piecewise_ms", "full_ms". Without kv_ms and pair_ms a step costs the same
+    at every context.
+    """
     try:
         rows = {kind: [_row(kind, row) for row in data[kind]] for kind in ("decode", "mixed")}
         slopes = {name: float(data.get(name, 0.0)) for name in ("kv_ms", "pair_ms")}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f'--costs {path}: expected "decode" and "mixed" with rows of "size" and "…_ms": {error!r}') from error
+        raise ValueError(f'{where}: expected "decode" and "mixed" with rows of "size" and "…_ms": {error!r}') from error
     if min(slopes.values()) < 0 or not all(rows.values()):
-        raise ValueError(f"--costs {path}: expected at least one row for decode and for mixed, and no negative cost")
-    return StepCosts(rows["decode"], rows["mixed"], **slopes, rule=rule, source=f"measured: {data.get('device', path)}")
+        raise ValueError(f"{where}: expected at least one row for decode and for mixed, and no negative cost")
+    table = StepCosts(rows["decode"], rows["mixed"], **slopes, rule=rule, source=f"measured: {data.get('device', where)}")
+    table.num_pages = int(data["num_pages"]) if "num_pages" in data else None
+    return table
 
 
 def _row(kind: str, row: Mapping[str, Any]) -> PlanRow:

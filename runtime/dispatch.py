@@ -161,6 +161,7 @@ class Dispatcher:
         return {
             "steps": {mode: {s: c for (m, s), c in sorted(self.steps.items()) if m == mode} for mode in MODES},
             "padding_rows": sum(self.padding.values()),
+            "padding_by_mode": {mode: sum(c for (m, _), c in self.padding.items() if m == mode) for mode in MODES},
             "rows": sum(n * c for n, c in self.step_sizes.items()) + sum(self.padding.values()),
             "step_sizes": dict(sorted(self.step_sizes.items())),
             "unknown_keys": dict(self.unknown_keys),

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.answer import Answer, Completion, Event
-from runtime.blocks import BlockManager
 from runtime.capture import Address
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.costs import StepCosts
@@ -28,10 +27,9 @@ from runtime.loading import Loaded, load
 from runtime.measure import CostTable
 from runtime.model import CausalLM
 from runtime.parallel import join
-from runtime.policy import CheapestPerToken, fill_budget
 from runtime.request import Request, RequestError, SamplingParams
 from runtime.runner import Launched, Runner
-from runtime.scheduler import Scheduler, Step
+from runtime.scheduler import Step, make_scheduler
 from runtime.text import TextError, TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -78,15 +76,8 @@ class Engine:
         report(f"KV cache: {self.runner.num_pages} pages of {self.runner.page_size} tokens on {self.runner.device}")
         self.plan = self.runner.warmup(progress)
         rows = self.runner.rows_by_kind()
-        table = StepCosts(rows["decode"], rows["mixed"])
-        self.scheduler = Scheduler(
-            BlockManager(self.runner.num_pages, self.runner.page_size, self.config.cache.prefix_cache),
-            max_num_seqs=limits.max_num_seqs,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_context=max_context,
-            policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if limits.policy == "cost" else fill_budget,
-            table=table,
-            reserve=limits.policy == "cost",
+        self.scheduler = make_scheduler(
+            self.config, StepCosts(rows["decode"], rows["mixed"]), num_pages=self.runner.num_pages, max_context=max_context
         )
         self._depth = 2 if limits.overlap else 1  # steps in flight
         self._flying: deque[tuple[Step, Launched]] = deque()
@@ -94,6 +85,13 @@ class Engine:
         self._submitted = 0
         self._totals: Counter[str] = Counter()
         self.startup_seconds = time.perf_counter() - started
+
+    def use_costs(self, table: StepCosts) -> None:
+        """Compose steps by this table (``runtime.step_costs``) instead of the warm-up's own costs. Only while nothing runs."""
+        if self.has_work:
+            raise RuntimeError("use_costs: requests are under way")
+        context = self.scheduler.model_context
+        self.scheduler = make_scheduler(self.config, table, num_pages=self.runner.num_pages, max_context=context)
 
     # -- whole answers --------------------------------------------------------------------------------------------------------
 

@@ -296,6 +296,25 @@ class GraphedModule(torch.nn.Module):
             poison = self.config.graph.check == "poison"
             return replay(steps, key, captured, tensors, route.sizes, poison=poison, borrow=self.borrow)
 
+    def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in this mode, by the graph captured at this size, whatever would be picked; "eager" at its own size. Counts
+        nothing: it is there for timing. Raises KeyError where no such step is captured."""
+        with self._lock, torch.no_grad():
+            steps = self._steps
+            if steps is None:
+                raise RuntimeError("run_as: nothing is captured yet; call warmup first")
+            route, tensors = self._route(steps, args, kwargs)
+            if route.key is None or route.illegal:
+                raise ValueError(f"run_as: {route.illegal or f'nothing was captured for the host values {route.text}'}")
+            if mode == "eager":
+                return self._run_eager(route.key, tensors, "")
+            return replay(steps, route.key, route.key.captured[mode, size], tensors, route.sizes, poison=False, borrow=self.borrow)
+
+    def captured(self, **host: Any) -> list[tuple[str, int]]:
+        """(mode, size) of every captured step for these host values."""
+        keys = self._steps.keys.values() if self._steps is not None else ()
+        return [at for key in keys if {name: value for name, _, value in key.host} == host for at in key.captured]
+
     def _route(self, steps: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Route, dict[str, torch.Tensor]]:
         """What serves this call, remembered by its shapes, dtypes and host values; and its tensors by name."""
         signature = self._binding.signature(args, kwargs)

@@ -10,13 +10,15 @@ import torch
 
 from runtime.checkpoint import read_json
 from runtime.config import ConfigError, ModelConfig
-from runtime.model import CausalLM, load_model, resolve_device, resolve_dtype
+from runtime.model import CausalLM, load_model, random_model, resolve_device, resolve_dtype
 from runtime.parallel import TensorParallel
 from runtime.rotary import SpecError
+from runtime.shapes import NAMED
 from runtime.text import Tokenizer
 from runtime.weights import find_packaged_gguf, prepare
 
 _PACKAGE = "package:"
+_RANDOM = "random:"
 
 
 class Loaded(NamedTuple):
@@ -26,15 +28,22 @@ class Loaded(NamedTuple):
 
 
 def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], parallel: TensorParallel | None = None) -> Loaded:
-    """Load a Hugging Face folder, a ``.gguf`` file (converted once into the cache), or ``package:NAME``.
+    """Load a Hugging Face folder, a ``.gguf`` file (converted once into the cache), ``package:NAME`` or ``random:SHAPE``.
 
-    The last is the GGUF file that an installed Python package brings. parallel: load this rank's share.
+    ``package:``: the GGUF file that an installed Python package brings. ``random:``: seeded random weights of a shape in
+    ``runtime.shapes``, in bf16 on a GPU, without a tokenizer. parallel: load this rank's share.
     Raises ConfigError, CheckpointError or SpecError before anything big is read where that is possible.
     """
     try:
         resolve_dtype(config.dtype, torch.float32, resolve_device(config.device))
     except ValueError as error:
         raise ConfigError(f"model.{error}") from error  # under the names that the configuration has for them
+    if str(path).startswith(_RANDOM):
+        name = str(path).removeprefix(_RANDOM)
+        if name not in NAMED:
+            raise ConfigError(f"model.path: expected random: and one of {', '.join(NAMED)}, got {str(path)!r}")
+        report(f"making random weights of the shape {name}")
+        return Loaded(random_model({**NAMED[name], "dtype": "bfloat16"}, 0, config.dtype, config.device, parallel), None, frozenset())
     folder = _locate(path, report)
     report(f"loading {folder}")
     eos_tokens = _eos_tokens(folder)  # these two first: what is wrong with them is said before the weights are read
@@ -44,7 +53,7 @@ def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], p
 
 def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
     if not str(path):
-        raise ConfigError(f'model.path: expected a Hugging Face folder, a .gguf file or "{_PACKAGE}NAME", got nothing')
+        raise ConfigError(f'model.path: expected a Hugging Face folder, a .gguf file, "{_PACKAGE}NAME" or "{_RANDOM}SHAPE", got nothing')
     if str(path).startswith(_PACKAGE):
         path = find_packaged_gguf(str(path).removeprefix(_PACKAGE))
     path = Path(path).expanduser()

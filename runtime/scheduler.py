@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 from runtime.admission import AnswerLengths, peak_tokens
 from runtime.blocks import BlockManager, page_digest, root_digest
+from runtime.config import RuntimeConfig
 from runtime.costs import INF, StepCosts
-from runtime.policy import Composition, Load, fill_budget
+from runtime.policy import CheapestPerToken, Composition, Load, fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
 Policy = Callable[[Load], Composition]
@@ -389,3 +390,18 @@ class Scheduler:
         for page in range(request.num_registered, full):
             self.blocks.register(request.pages[page], request.digests[page])
         request.num_registered = full
+
+
+def make_scheduler(config: RuntimeConfig, table: StepCosts, *, num_pages: int, max_context: int) -> Scheduler:
+    """The scheduler that an engine of this configuration has."""
+    limits = config.scheduler
+    cost = limits.policy == "cost"
+    return Scheduler(
+        BlockManager(num_pages, config.cache.page_size, config.cache.prefix_cache),
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_context=limits.max_context or max_context,
+        policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if cost else fill_budget,
+        table=table,
+        reserve=cost,
+    )

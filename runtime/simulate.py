@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from runtime.blocks import BlockManager
-from runtime.config import RuntimeConfig
 from runtime.costs import StepCosts
-from runtime.policy import CheapestPerToken, fill_budget
+from runtime.outcome import Live, Outcome, Sample
 from runtime.request import Request, RequestError, SamplingParams
-from runtime.scheduler import Scheduler, Step
+from runtime.scheduler import Scheduler, Step, make_scheduler
 
-GOOD_TTFT_MS, GOOD_ITL_MS = 500.0, 50.0
+__all__ = ["Arrival", "draw", "make_scheduler", "read_trace", "simulate"]
+
 _STOP, _GO_ON = 0, 1  # tokens that answers are made of
 _STOPS = frozenset({_STOP})
 
@@ -85,87 +82,6 @@ def _second(text: str) -> float:
     return second
 
 
-class Sample(NamedTuple):
-    """The state at the end of a step, for pictures over time."""
-
-    second: float
-    running: int
-    waiting: int
-    pages: int
-    step_ms: float
-    tokens: int
-
-
-@dataclass
-class Outcome:
-    """What happened. Times in ms; the lists have one entry a request (ttft, worst) or a token (itl)."""
-
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    good: int = 0
-    finished: int = 0
-    refused: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    running_sum: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    tokens_by_mode: Counter[str] = field(default_factory=Counter)
-    steps_by_mode: Counter[str] = field(default_factory=Counter)
-    rows: int = 0  # of captured steps
-    padding: int = 0
-    step_sizes: Counter[int] = field(default_factory=Counter)
-    preemptions: int = 0
-    cached_tokens: int = 0
-    samples: list[Sample] = field(default_factory=list)
-
-    def report(self) -> dict[str, Any]:
-        """Numbers to print and to keep."""
-        requests, tokens = max(1, self.finished + self.refused), max(1, sum(self.tokens_by_mode.values()))
-        seconds = self.seconds or 1.0
-        return {
-            "requests": self.finished,
-            "refused": self.refused,
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "mean_running": self.running_sum / max(1, self.steps),
-            "requests_per_s": self.finished / seconds,
-            "generated_tokens_per_s": self.generated_tokens / seconds,
-            "prompt_tokens_per_s": self.prompt_tokens / seconds,
-            "ttft_ms": {f"p{p}": percentile(self.ttft, p) for p in (50, 90, 99)},
-            "itl_ms": {f"p{p}": percentile(self.itl, p) for p in (50, 90, 99)},
-            "goodput": self.good / requests,
-            "tokens_by_mode": {mode: self.tokens_by_mode[mode] / tokens for mode in ("full", "piecewise", "eager")},
-            "padding": self.padding / max(1, self.rows),
-            "preemptions": self.preemptions,
-            "cached_prompt_tokens": self.cached_tokens,
-            "step_sizes": dict(sorted(self.step_sizes.items())),
-        }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that ``percent`` of all do not exceed; NaN of none."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
-def make_scheduler(config: RuntimeConfig, table: StepCosts, *, num_pages: int, max_context: int) -> Scheduler:
-    """The scheduler that an engine of this configuration has."""
-    limits = config.scheduler
-    cost = limits.policy == "cost"
-    return Scheduler(
-        BlockManager(num_pages, config.cache.page_size, config.cache.prefix_cache),
-        max_num_seqs=limits.max_num_seqs,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_context=limits.max_context or max_context,
-        policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if cost else fill_budget,
-        table=table,
-        reserve=cost,
-    )
-
-
 def simulate(
     arrivals: Iterable[Arrival], scheduler: Scheduler, table: StepCosts, *, rate: float = 1.0, max_tokens: int = 4096, every: int = 0
 ) -> Outcome:
@@ -178,7 +94,7 @@ def simulate(
     outcome = Outcome()
     pending = iter(arrivals)
     upcoming = next(pending, None)
-    live: dict[int, _Live] = {}
+    live: dict[int, Live] = {}
     params = SamplingParams(max_tokens=max_tokens)
     number, now = 0, 0.0  # ms
     to_ms = 1e3 / rate
@@ -187,7 +103,7 @@ def simulate(
             request = Request(number, _prompt(number, upcoming), params, _STOPS, upcoming.group.encode())
             try:
                 scheduler.add(request)
-                live[number] = _Live(upcoming.second * to_ms, min(upcoming.generated, max_tokens))
+                live[number] = Live(upcoming.second * to_ms, min(upcoming.generated, max_tokens))
             except RequestError:
                 outcome.refused += 1
             number += 1
@@ -214,31 +130,6 @@ def simulate(
     outcome.seconds = now / 1e3
     outcome.preemptions, outcome.cached_tokens = scheduler.preemptions, scheduler.cached_tokens
     return outcome
-
-
-class _Live:
-    """A request on its way: when it came, how many tokens it will get, when the latest one came, and how long each took."""
-
-    __slots__ = ("arrived", "gaps", "generated", "last", "ttft")
-
-    def __init__(self, arrived: float, generated: int) -> None:
-        self.arrived, self.generated = arrived, generated
-        self.last = self.ttft = -1.0
-        self.gaps: list[float] = []
-
-    def token(self, now: float, outcome: Outcome) -> None:
-        if self.ttft < 0:
-            self.ttft = now - self.arrived
-        else:
-            self.gaps.append(now - self.last)
-        self.last = now
-        outcome.generated_tokens += 1
-
-    def end(self, outcome: Outcome) -> None:
-        outcome.finished += 1
-        outcome.ttft.append(self.ttft)
-        outcome.itl += self.gaps
-        outcome.good += self.ttft <= GOOD_TTFT_MS and (not self.gaps or percentile(self.gaps, 99) <= GOOD_ITL_MS)
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:

@@ -13,39 +13,35 @@ from rich.table import Table
 
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.costs import Rule, StepCosts, load_table
+from runtime.outcome import Outcome, describe
 from runtime.roofline import GPUS, SHAPES, pages_that_fit, roofline
-from runtime.simulate import GOOD_ITL_MS, GOOD_TTFT_MS, Outcome, draw, make_scheduler, read_trace, simulate
+from runtime.simulate import Arrival, draw, make_scheduler, read_trace, simulate
 from runtime.sizes import capture_sizes, load_histogram
 
 _SAMPLES = 20_000  # points of a picture, about
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """What traffic there is."""
     parser.add_argument("--trace", metavar="FILE", required=True, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--rate", metavar="X", type=float, default=1.0, help="arrivals come so many times as fast (default 1)")
     parser.add_argument("--requests", metavar="N", type=int, default=0, help="only the first N of the trace (default: all)")
+    parser.add_argument("--max-answer", metavar="N", type=int, default=4096, help="tokens that requests ask for at most (default 4096)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    add_trace_arguments(parser)
     parser.add_argument("--costs", metavar="FILE", help="measured cost table, as `plan --json` writes; default: a roofline")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline (default h200)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b", help="of the roofline (default llama-8b)")
-    parser.add_argument("--max-answer", metavar="N", type=int, default=4096, help="tokens that requests ask for at most (default 4096)")
     parser.add_argument("--json", metavar="FILE", help="also write the report here")
     parser.add_argument("--picture", metavar="FILE", help="also draw the run over time (PNG; needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> None:
     """Simulate and print."""
-    for name, least in (("requests", 0), ("max_answer", 1)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(arguments, name)}")
-    if not (math.isfinite(arguments.rate) and arguments.rate > 0):
-        raise ConfigError(f"--rate: expected a number above 0, got {arguments.rate}")
-    try:
-        arrivals = read_trace(arguments.trace)[: arguments.requests or None]
-    except ValueError as error:
-        if isinstance(error.__cause__, OSError):  # the option is wrong, not what the file holds
-            raise ConfigError(str(error)) from error
-        raise
+    arrivals = arrivals_of(arguments)
     table, num_pages = costs_of(config, arguments.costs, arguments.gpu, arguments.shape)
     longest = max(arrival.prompt + min(arrival.generated, arguments.max_answer) for arrival in arrivals)
     scheduler = make_scheduler(config, table, num_pages=num_pages, max_context=longest)
@@ -64,6 +60,21 @@ def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> N
         draw(outcome, title, arguments.picture)
 
 
+def arrivals_of(arguments: argparse.Namespace) -> list[Arrival]:
+    """The trace that the options name, after a look at the numbers beside it."""
+    for name, least in (("requests", 0), ("max_answer", 1)):
+        if getattr(arguments, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(arguments, name)}")
+    if not (math.isfinite(arguments.rate) and arguments.rate > 0):
+        raise ConfigError(f"--rate: expected a number above 0, got {arguments.rate}")
+    try:
+        return read_trace(arguments.trace)[: arguments.requests or None]
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):  # the option is wrong, not what the file holds
+            raise ConfigError(str(error)) from error
+        raise
+
+
 def costs_of(config: RuntimeConfig, file: str | None, gpu: str, shape: str) -> tuple[StepCosts, int]:
     """The cost table and the number of pages.
 
@@ -72,9 +83,11 @@ def costs_of(config: RuntimeConfig, file: str | None, gpu: str, shape: str) -> t
     static, pages = config.scheduler.policy == "static", config.cache.num_pages
     rule: Rule = "fixed" if static else "cheapest"
     if file is not None:
+        table = load_table(file, rule)
+        pages = table.num_pages if pages == "auto" and table.num_pages else pages
         if pages == "auto":
-            raise ConfigError('cache.num_pages: a measured cost table does not say what memory there is; give a number, not "auto"')
-        return load_table(file, rule), pages
+            raise ConfigError(f'cache.num_pages: {file} does not say how many pages the engine had; give a number, not "auto"')
+        return table, pages
     graph, limits = config.graph, config.scheduler
     sizes = graph.capture_sizes
     if static and sizes == "auto":
@@ -94,21 +107,7 @@ def costs_of(config: RuntimeConfig, file: str | None, gpu: str, shape: str) -> t
 
 
 def _print(outcome: Outcome, out: Console) -> None:
-    report = outcome.report()
-    three = lambda values: " / ".join(f"{value:.1f}" for value in values.values())
     table = Table(show_header=False, box=None)
-    rows = {
-        "requests": f"{report['requests']} in {report['seconds']:.1f} s, {report['requests_per_s']:.2f}/s; refused: {report['refused']}",
-        "throughput": f"{report['generated_tokens_per_s']:.0f} generated tokens/s, {report['prompt_tokens_per_s']:.0f} prompt tokens/s",
-        "time to first token": f"{three(report['ttft_ms'])} ms (p50 / p90 / p99)",
-        "time between tokens": f"{three(report['itl_ms'])} ms (p50 / p90 / p99)",
-        "goodput": f"{report['goodput']:.1%} (first token within {GOOD_TTFT_MS:.0f} ms, p99 between tokens within {GOOD_ITL_MS:.0f} ms)",
-        "steps": f"{report['steps']}, {report['mean_running']:.1f} requests running on average",
-        "tokens by mode": ", ".join(f"{mode} {share:.1%}" for mode, share in report["tokens_by_mode"].items()),
-        "padding": f"{report['padding']:.2%} of graph rows",
-        "preemptions": str(report["preemptions"]),
-        "prefix cache": f"{report['cached_prompt_tokens']} prompt tokens found",
-    }
-    for name, text in rows.items():
+    for name, text in describe(outcome.report()).items():
         table.add_row(name, text)
     out.print(table)

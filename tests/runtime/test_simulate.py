@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 from runtime.admission import AnswerLengths, peak_tokens
 from runtime.cli import main
 from runtime.config import RuntimeConfig
-from runtime.costs import StepCosts, load_table, save_rows
+from runtime.costs import StepCosts, load_table
+from runtime.outcome import percentile
 from runtime.plan import PlanRow
 from runtime.roofline import GPUS, SHAPES, pages_that_fit, roofline, step_ms
 from runtime.scheduler import Scheduler
-from runtime.simulate import Arrival, make_scheduler, percentile, read_trace, simulate
+from runtime.simulate import Arrival, make_scheduler, read_trace, simulate
 
 TRACE = Path(__file__).resolve().parents[2] / "bench" / "traces" / "azure_llm_2023_conv.csv"
 ROWS = [PlanRow("", size, 10.0, 2.0, 1.0, "", 0) for size in (4, 8)]
 EAGER = [PlanRow("", size, 10.0, None, None, "", 0) for size in (1, 64)]
+
+
+def save_rows(file: Path, device: str, rows: dict[str, list[PlanRow]], **more: object) -> None:
+    kinds = {kind: [{name: value for name, value in vars(row).items() if value is not None} for row in each] for kind, each in rows.items()}
+    file.write_text(json.dumps({"device": device, **kinds, **more}))
 
 
 def scheduler(table: StepCosts, policy: str = "static", num_pages: int = 100, **limits) -> Scheduler:
@@ -199,8 +205,12 @@ def test_command_prints_the_report_and_writes_it(tmp_path: Path, capsys: pytest.
     assert picture.read_bytes().startswith(b"\x89PNG")
     costs = tmp_path / "costs.json"
     save_rows(costs, "some GPU", {"decode": ROWS, "mixed": EAGER})
+    assert main([*common, "--costs", str(costs)]) == 2
+    assert f"cache.num_pages: {costs} does not say how many pages" in capsys.readouterr().err
     assert main([*common, "--costs", str(costs), "--cache.num_pages", "4000"]) == 0
     assert "measured: some GPU" in capsys.readouterr().out
+    save_rows(costs, "some GPU", {"decode": ROWS, "mixed": EAGER}, num_pages=4000)
+    assert main([*common, "--costs", str(costs)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +221,7 @@ def test_command_prints_the_report_and_writes_it(tmp_path: Path, capsys: pytest.
         (["--trace", str(TRACE), "--rate", "0"], "--rate: expected a number above 0"),
         (["--trace", str(TRACE), "--rate", "nan"], "--rate: expected a number above 0"),
         (["--trace", str(TRACE), "--requests", "-1"], "--requests: expected at least 0"),
-        (["--trace", str(TRACE), "--costs", "c.json"], "cache.num_pages: a measured cost table does not say"),
+        (["--trace", str(TRACE), "--costs", "nowhere.json"], "--costs nowhere.json: cannot be read"),
         (["--trace", str(TRACE), "--gpu", "abacus"], "abacus"),
     ],
 )

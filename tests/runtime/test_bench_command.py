@@ -1,0 +1,201 @@
+"""Step costs measured on an engine, a trace through an engine, and the command that puts the simulator beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import runtime.step_costs
+from runtime.cli import main
+from runtime.config import ConfigError
+from runtime.costs import table_of
+from runtime.engine import Engine
+from runtime.request import SamplingParams
+from runtime.serve_trace import DeviceClock, cut, prompts_of, serve
+from runtime.simulate import Arrival
+from runtime.step_costs import attention_ms, composition, measure_steps
+from tkernels._op import reference_ops
+
+TRACE = Path(__file__).resolve().parents[2] / "bench" / "traces" / "azure_llm_2023_conv.csv"
+CONFIG: dict[str, Any] = {
+    "graph": {"capture_sizes": [1, 4], "max_tokens": 8},
+    "compile": {"backend": "eager"},
+    "cache": {"num_pages": 60, "page_size": 8},
+    "scheduler": {"max_num_seqs": 4, "max_batch_tokens": 32, "max_context": 256},
+    "model": {"device": "cpu", "path": "random:tiny"},
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with reference_ops():
+        yield Engine(config=CONFIG)
+
+
+def test_measured_steps_give_back_the_costs_that_they_were_made_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose steps cost exactly what the model of costs says: bases, both slopes, all modes."""
+    factor = {"eager": 3.0, "piecewise": 2.0, "full": 1.0}
+    base = lambda mode, size: factor[mode] * (1.0 + 0.01 * size)
+    seen: set[tuple[str, int]] = set()
+
+    def ms(self: Any, mode: str, size: int, decodes: int, chunk: int, context: int) -> float:
+        assert mode == "eager" or size >= decodes + chunk
+        seen.add((mode, decodes + chunk))
+        return base(mode, size) + attention_ms(1e-4, 1e-5, decodes, chunk, context)
+
+    monkeypatch.setattr(runtime.step_costs._Timer, "ms", ms)
+    data = measure_steps(engine.runner)
+    assert data["kv_ms"] == pytest.approx(1e-4) and data["pair_ms"] == pytest.approx(1e-5)
+    table = table_of(json.loads(json.dumps(data)))
+    for tokens, prompts, mode, rows in ((1, False, "full", 1), (3, False, "full", 4), (8, True, "full", 8), (20, True, "eager", 20)):
+        cost = table.step(tokens, prompts)
+        assert (cost.mode, cost.rows) == (mode, rows) and cost.ms == pytest.approx(base(mode, rows))
+    assert {("eager", 1), ("eager", 32), ("piecewise", 4), ("full", 8)} <= seen
+    assert table.num_pages == 60
+    assert [check["ms"] for check in data["check"]] == pytest.approx([check["table_ms"] for check in data["check"]])
+
+
+def test_steps_are_really_timed(engine: Engine) -> None:
+    said: list[tuple[int, int, str]] = []
+    data = measure_steps(engine.runner, lambda *each: said.append(each), point_ms=1.0)
+    for kind, captured in (("decode", {1, 4}), ("mixed", {4, 8})):
+        rows = {row["size"]: row for row in data[kind]}
+        assert captured <= set(rows)
+        assert all(rows[size]["full_ms"] > 0 and rows[size]["piecewise_ms"] > 0 for size in captured)
+    assert [row["size"] for row in data["mixed"]][-1] == 32, "steps above the largest graph run eager, up to the largest step"
+    assert all(row["eager_ms"] > 0 for row in data["decode"])
+    assert said[0][0] == 0 and said[-1][0] == said[-1][1]
+    assert engine.stats()["modes"]["step_sizes"] == {}, "timing counts no steps"
+
+
+def test_a_forced_mode_gives_the_same_tokens(engine: Engine) -> None:
+    arguments = engine.runner.batch(3, 0)
+    graphs = engine.runner.steps.captured(max_query_len=1)
+    assert set(graphs) == {("full", 1), ("full", 4), ("piecewise", 1), ("piecewise", 4)}
+    outputs = [engine.runner.steps.run_as(mode, size, **arguments) for mode, size in (("eager", 3), ("full", 4), ("piecewise", 4))]
+    tokens = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    assert all(torch.equal(tokens[0], each) for each in tokens)
+    with pytest.raises(ValueError, match="nothing was captured for the host values"):
+        engine.runner.steps.run_as("full", 4, **{**arguments, "max_query_len": 3})
+
+
+def test_composition_has_both_kinds_of_tokens() -> None:
+    assert [composition(size, 256) for size in (1, 2, 8, 100)] == [(0, 1), (1, 1), (4, 4), (16, 84)]
+    assert composition(100, 4) == (3, 97)
+
+
+def test_a_trace_is_cut_and_scaled() -> None:
+    arrivals = [Arrival(0.0, 100, 10, "a", 80), Arrival(2.0, 3, 1), Arrival(9.0, 5, 5)]
+    assert cut(arrivals, requests=2, seconds=0, rate=1, scale=1) == arrivals[:2]
+    assert cut(arrivals, requests=0, seconds=1, rate=4, scale=0.1) == [Arrival(0.0, 10, 1, "a", 8), Arrival(2.0, 1, 1)]
+
+
+def test_prompts_share_within_a_group_only() -> None:
+    first, second, other = prompts_of([Arrival(0, 9, 1, "a", 6), Arrival(0, 8, 1, "a", 6), Arrival(0, 9, 1, "b", 6)], 512)
+    assert [len(each) for each in (first, second, other)] == [9, 8, 9]
+    assert first[:6] == second[:6] != other[:6] and first[6:8] != second[6:]
+    assert max(first + second + other) < 512
+
+
+def test_every_request_of_a_trace_gets_its_tokens(engine: Engine) -> None:
+    arrivals = [Arrival(0.001 * i, 3 + 7 * i, 1 + i % 5) for i in range(12)] + [Arrival(0.02, 300, 2)]
+    done: list[tuple[int, int, str]] = []
+    outcome = serve(engine, arrivals, progress=lambda *each: done.append(each))
+    report = outcome.report()
+    assert (report["requests"], report["refused"]) == (12, 1), "the last one does not fit the context"
+    assert outcome.generated_tokens == sum(arrival.generated for arrival in arrivals[:12])
+    assert outcome.prompt_tokens == sum(arrival.prompt for arrival in arrivals[:12]) and len(outcome.ttft) == 12
+    assert len(outcome.itl) == outcome.generated_tokens - 12 and min(outcome.ttft) > 0 and min(outcome.itl) > 0
+    assert sum(report["tokens_by_mode"].values()) == pytest.approx(1.0) and sum(outcome.steps_by_mode.values()) == outcome.steps
+    ran = sum(size * count for size, count in outcome.step_sizes.items())
+    assert ran == sum(outcome.tokens_by_mode.values()) >= outcome.prompt_tokens
+    assert not engine.has_work and engine.scheduler.blocks.num_available == 59
+    assert done[-1][:2] == (12, 13)
+
+
+def test_open_loop_waits_for_the_clock(engine: Engine) -> None:
+    outcome = serve(engine, [Arrival(0.0, 4, 1), Arrival(0.4, 4, 1)], rate=2.0)
+    assert outcome.seconds >= 0.2 and len(outcome.ttft) == 2
+
+
+def test_costs_are_not_changed_under_running_requests(engine: Engine) -> None:
+    table = engine.scheduler.table
+    assert table is not None
+    answer = engine.submit([1, 2, 3], SamplingParams(max_tokens=2))
+    with pytest.raises(RuntimeError, match="under way"):
+        engine.use_costs(table)
+    engine.abort(answer)
+    engine.use_costs(table)
+    assert len(engine.generate([1, 2, 3], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_idle_share_is_the_time_between_steps_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of 9 ms of device time; 1 ms between the first two; the engine has no work before the third."""
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = -1.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    arena = SimpleNamespace(upload=lambda: None)
+    original = arena.upload
+
+    def launch(step: float) -> str:
+        now[0] += step  # the host prepares while the device has nothing to do
+        arena.upload()
+        now[0] += 9.0
+        return "launched"
+
+    runner = SimpleNamespace(
+        launch=launch, device="cuda", steps=SimpleNamespace(_steps=SimpleNamespace(keys={"key": SimpleNamespace(arena=arena)}))
+    )
+    clock = DeviceClock(SimpleNamespace(runner=runner))  # type: ignore[arg-type]
+    assert runner.launch(5.0) == "launched"
+    runner.launch(1.0)
+    clock.rest()
+    now[0] += 1000.0
+    runner.launch(3.0)
+    assert clock.idle_share() == pytest.approx(1.0 / (1.0 + 18.0))
+    runner.launch, arena.upload = launch, original
+
+
+def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, costs, report = tmp_path / "engine.toml", tmp_path / "costs.json", tmp_path / "report.json"
+    sections = {name: "\n".join(f"{key} = {json.dumps(value)}" for key, value in section.items()) for name, section in CONFIG.items()}
+    config.write_text("\n".join(f"[{name}]\n{text}" for name, text in sections.items()))
+    with reference_ops():
+        assert main(["plan", "--config", str(config), "--json", str(costs)]) == 0
+        assert "check: 1 decodes + 0 prompt tokens" in capsys.readouterr().out
+        common = ["bench", "--config", str(config), "--trace", str(TRACE)]
+        options = ["--scale", "0.02", "--requests", "8", "--rate", "20", "--costs", str(costs), "--json", str(report)]
+        code = main([*common, *options])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    for words in ("engine", "simulator", "goodput", "tokens by mode", "median time between tokens: the simulator says"):
+        assert words in captured.out
+    data = json.loads(report.read_text())
+    assert data["report"]["requests"] == data["simulated"]["requests"] == 8
+    assert data["report"].keys() == data["simulated"].keys()
+    assert (data["pages"], data["model"]) == (60, "random:tiny")
+    for wrong, message in ((["--seconds", "-1"], "--seconds"), (["--scale", "0"], "--scale"), (["--costs", "no.json"], "--costs no.json")):
+        assert main([*common, *wrong]) in (1, 2)
+        assert message in capsys.readouterr().err
+
+
+def test_random_models_are_named() -> None:
+    with pytest.raises(ConfigError, match="expected random: and one of llama-8b, llama-1b, tiny, got 'random:nothing'"):
+        Engine(config={"model": {"path": "random:nothing"}})
