@@ -58,8 +58,16 @@ class EagerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     copies: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (output index, the buffer the next piece reads)
+    bound: Callable[[], object] | None = None
+    """Repeats the op's launches on these arguments, without the op's checks and the kernel launcher around them."""
 
-    def runner(self) -> Callable[[], None]:
+    @property
+    def kind(self) -> str:
+        return f"{self.op}{'' if self.bound is None else ', bound'}"
+
+    def runner(self) -> Callable[[], object]:
+        if self.bound is not None:
+            return self.bound
         op, args, kwargs, copies = self.op, self.args, self.kwargs, self.copies
         if copies:
 
@@ -116,7 +124,7 @@ class CapturedStep:
     @property
     def kinds(self) -> list[str]:
         """What each segment is."""
-        return [str(s.op) if isinstance(s, EagerCall) else "empty graph" if s.empty else "graph" for s in self.segments]
+        return [s.kind if isinstance(s, EagerCall) else "empty graph" if s.empty else "graph" for s in self.segments]
 
 
 def _run_all(runs: tuple[Callable[[], object], ...]) -> None:
@@ -179,7 +187,7 @@ class _Capture:
         self.persistent: dict[str, torch.Tensor] = {}
         self.mutated: set[str] = set()
         self.written: dict[str, torch.Tensor] = {}
-        self.copied_bytes = 0
+        self.other_bytes = 0
         self.launched = 0
         self.inside_piece = False
         self.origins: dict[int, _Origin] = {}
@@ -222,7 +230,14 @@ class _Capture:
         self.end()
         with _disable_current_modes():
             self.observe(_short(op), op, args, kwargs, None, kind="split")
-        output = op(*args, **kwargs)
+        pinned_args, pinned_kwargs = tree_map_only(torch.Tensor, self._hold, (args, kwargs))
+        bind, output, bound = getattr(op, "bind", None), None, None
+        if bind is None or op._schema.returns:
+            output = op(*args, **kwargs)
+        else:  # see docs/extending.md; it also runs the op
+            held = self.pool.workspace.nbytes()
+            bound = bind(self.pool.workspace.call(), pinned_args, pinned_kwargs)
+            self.other_bytes += self.pool.workspace.nbytes() - held
         inputs = {_base(t) for t in _tensors((args, kwargs))}
         new = [(i, t) for i, t in enumerate(_tensors(output)) if _base(t) not in inputs and t.numel()]
         if new and self.fresh == "refuse":
@@ -232,9 +247,8 @@ class _Capture:
                 'graph.fresh_split_outputs = "copy"'
             )
         # The first result itself becomes the buffer that the next piece reads; later results are copied into it.
-        pinned_args, pinned_kwargs = tree_map_only(torch.Tensor, self._hold, (args, kwargs))
-        call = EagerCall(op, pinned_args, pinned_kwargs, [(i, t.detach()) for i, t in new])
-        self.copied_bytes += sum(t.untyped_storage().nbytes() for _, t in new)
+        call = EagerCall(op, pinned_args, pinned_kwargs, [(i, t.detach()) for i, t in new], bound)
+        self.other_bytes += sum(t.untyped_storage().nbytes() for _, t in new)
         segment = len(self.segments)
         self.segments.append(call)
         for _, t in new:
@@ -327,7 +341,7 @@ class _Capture:
     def finish(self, output: Any) -> CapturedStep:
         # Whoever hands the output out copies it before the next replay, so graphs captured later may use its memory.
         output = tree_map_only(torch.Tensor, lambda t: self.pool.weak(t) if type(t) is torch.Tensor and self.pool.owns(t) else t, output)
-        nbytes = sum(s.nbytes for s in self.segments if not isinstance(s, EagerCall)) + self.copied_bytes
+        nbytes = sum(s.nbytes for s in self.segments if not isinstance(s, EagerCall)) + self.other_bytes
         return CapturedStep(
             self.segments, output, list(self.addresses.values()), nbytes, frozenset(self.mutated), self.persistent, self.written
         )

@@ -134,7 +134,9 @@ def _compare(
 
 
 def _overwrite(step: CapturedStep, pool: Pool) -> None:
-    """Junk into the outputs, so that one which the replay does not write cannot pass with the values of its capture."""
+    """Junk into the outputs, so that one which the replay does not write cannot pass with the values of its capture; and into the
+    workspace, which promises nothing about what it holds."""
+    pool.workspace.overwrite()
     for leaf in pytree.tree_leaves(step.output):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and pool.owns(leaf):
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:

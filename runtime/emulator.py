@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from runtime.graph import CaptureError, frozen_gc, weak_view
+from runtime.workspace import Workspace
 
 _Tensor = torch.Tensor
 _READS_BACK = {
@@ -55,6 +56,7 @@ class EmulatedPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle = next(_handles)
+        self.workspace = Workspace()
         self._blocks: list[_Block] = []
         self._modes = _TapeMode(), _ReadBackMode()
         self._modes[1].tape_mode = self._modes[0]
@@ -79,7 +81,7 @@ class EmulatedPool:
         return self._blocks[-1]
 
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+        return sum(block.nbytes for block in self._blocks) + self.workspace.nbytes()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         pointer = tensor.untyped_storage().data_ptr()
@@ -99,6 +101,7 @@ class EmulatedPool:
 
     def reset(self) -> None:
         self.handle = next(_handles)
+        self.workspace = Workspace()
         self._blocks = []
 
 

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from runtime.workspace import Workspace
+
 
 class CaptureError(RuntimeError):
     """A step that cannot be captured, or a graph that may not be replayed. The message says why and what to do."""
@@ -56,6 +58,8 @@ class Pool(Protocol):
     device: torch.device
     handle: Any
     """What identifies the memory pool; the same for every graph of this pool."""
+    workspace: Workspace
+    """Temporaries of the ops that run between graphs."""
 
     def graph(self) -> Graph: ...
 
@@ -66,7 +70,8 @@ class Pool(Protocol):
         collect: free garbage and cached memory first, which takes a good part of a second; not for captures between steps.
         """
 
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Of the graphs' memory and the workspace."""
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without keeping it allocated, so that later captures may reuse it. Only for memory of this pool."""
@@ -221,6 +226,7 @@ class CudaPool:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.handle = torch.cuda.graph_pool_handle()
+        self.workspace = Workspace()
         self._handles = {tuple(self.handle)}
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._stream = _capture_stream(self.device)
@@ -272,7 +278,7 @@ class CudaPool:
         return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._handles]
 
     def nbytes(self) -> int:
-        return sum(segment["total_size"] for segment in self._segments())
+        return sum(segment["total_size"] for segment in self._segments()) + self.workspace.nbytes()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         pointer = tensor.untyped_storage().data_ptr()
@@ -303,6 +309,7 @@ class CudaPool:
         with _one_session:
             torch.cuda.synchronize(self.device)
             self._handles.clear()
+            self.workspace = Workspace()
             self._new_handle()
             torch.cuda.empty_cache()
 

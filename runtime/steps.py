@@ -17,6 +17,7 @@ import torch
 
 from runtime.arena import Arena, Dim, InputSpec
 from runtime.binding import Binding, Call, key_text
+from runtime.bound import prove_bound
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
 from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, rows_mix, written_state
@@ -292,6 +293,8 @@ class Steps:
                 step.verified(known.date)
             else:
                 expected = self._expect(key, size, sets)
+                sets[0].load(key.arena)
+                prove_bound(step, self.pool, key.static.values(), f"{mode} at size {size}")
                 found, idempotent = prove(step, key.call, sets, key.arena, key.dims, self.pool, f"{mode} at size {size}", expected)
                 known = StepProof(today(), owners, tuple(sorted(found)), idempotent)
         except BaseException:

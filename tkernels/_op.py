@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tkernels import _launch
 from tkernels._triton import INTERPRETED
 
 _LIBRARY = torch.library.Library("tkernels", "DEF")
@@ -23,13 +24,21 @@ _reference_wanted = False  # read at each call on the CPU under the interpreter,
 
 
 def define(
-    schema: str, *, kernel: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+    schema: str,
+    *,
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+    binds: bool = False,
 ) -> Any:
     """Register ``schema`` (without the namespace) and return its ``OpOverload``.
 
     kernel: launches Triton; also run on the CPU under the interpreter.
     reference: plain PyTorch with the same arguments and the same output strides; what the CPU runs otherwise.
     fake: shapes, dtypes and strides only. tags: what a compiler must know, e.g. that strides must stay as traced.
+    binds: the op returns nothing and its kernels go through ``_launch.launch``, so it gets ``overload.bind(allocate, args, kwargs)``,
+        by which a runtime that calls it again and again on the same memory skips Triton's launcher (see ``_launch.bind``).
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=tags)
@@ -41,6 +50,8 @@ def define(
         _LIBRARY.impl(name, _refuse_gradients(name, overload), "Autograd")
     else:
         torch.library.register_autograd(f"tkernels::{name}", _raising_backward(name), lib=_LIBRARY)
+    if binds:
+        overload.bind = _binder(kernel, overload)
     return overload
 
 
@@ -65,6 +76,16 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(x, *args, **kwargs)
 
     return run
+
+
+def _binder(kernel: Callable[..., None], overload: Any) -> Callable[..., Callable[[], None] | None]:
+    def bind(allocate: _launch.Allocate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+        if args[0].device.type == "cpu" and (_reference_wanted or not INTERPRETED):
+            overload(*args, **kwargs)
+            return None
+        return _launch.bind(kernel, allocate, args, kwargs)
+
+    return bind
 
 
 def _switched(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
