@@ -1,0 +1,133 @@
+"""Random serving steps, each compared bit for bit with the same callable not captured at the same padded size.
+
+An engine with a cache too small for its requests: arrivals, endings, aborts, preemptions, evictions from the prefix cache, chunks of
+prompts beside decodes, any size, any mode. After each step: its tokens and the whole KV cache have the bits that the callable that
+was captured gives, run uncaptured on the same inputs; and its tokens are the module's own, up to what GEMMs of other shapes round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+
+from runtime.contract import same_bits
+from runtime.engine import Engine
+from runtime.graphed import GraphedModule
+from runtime.request import SamplingParams
+
+_MODES = ("auto", "full", "piecewise", "full", "piecewise", "eager")
+_COMPARED_WITH_MODULE = 7  # every so many steps
+
+
+class Difference(AssertionError):
+    """A step whose bits are not those of the callable that was captured."""
+
+
+class Compared:
+    """Stands in a runner for its graphed step and compares every call."""
+
+    def __init__(self, fast: GraphedModule, caches: list[torch.Tensor], rng: random.Random) -> None:
+        self.fast, self.caches, self.rng = fast, caches, rng
+        self.modes: Counter[str] = Counter()
+        self.sizes: Counter[int] = Counter()
+        self.tokens = self.tokens_of_module = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fast, name)
+
+    def __call__(self, **arguments: Any) -> torch.Tensor:
+        fast = self.fast
+        dispatcher, steps = fast._dispatcher, fast._steps
+        assert dispatcher is not None and steps is not None
+        dispatcher.mode = self.rng.choice(_MODES)
+        dispatcher.changed()
+        number = sum(self.modes.values())
+        decision = fast.explain(**arguments)
+        call = fast._binding.read((), arguments)
+        key = steps.keys.get(call.host)
+        inputs = {name: t.to(steps.device) for name, t in call.tensors.items()}
+        if number % _COMPARED_WITH_MODULE == 0:
+            self._compare_with_module(call.sizes["seqs"], {**arguments, **inputs}, fast, arguments)
+        got = fast(**arguments)
+        after = [cache.clone() for cache in self.caches]
+        with torch.no_grad():
+            if key is None:
+                want = fast.module(**{**arguments, **inputs})
+            elif decision.mode == "eager":
+                want = key.eager(inputs)
+            else:
+                padded = key.captured[decision.mode, decision.size].padded
+                want = key.call(key.arena.load(inputs, call.sizes, padded))[: call.sizes["seqs"]]
+        where = f"step {number}, {call.sizes}, {decision}"
+        if not same_bits(got, want):
+            raise Difference(f"{where}: its tokens are {got.tolist()}, uncaptured {want.tolist()}")
+        for i, (cache, then) in enumerate(zip(self.caches, after, strict=True)):
+            if not same_bits(cache, then):
+                raise Difference(f"{where}: cache {i} differs from what the callable not captured leaves")
+        self.modes[decision.mode] += 1
+        self.sizes[call.sizes["tokens"]] += 1
+        return got
+
+    def _compare_with_module(self, seqs: int, inputs: dict[str, Any], fast: GraphedModule, arguments: dict[str, Any]) -> None:
+        before = [cache.clone() for cache in self.caches]
+        with torch.no_grad():
+            plain = fast.module(**inputs)
+        for cache, then in zip(self.caches, before, strict=True):
+            cache.copy_(then)
+        got = fast(**arguments)
+        for cache, then in zip(self.caches, before, strict=True):
+            cache.copy_(then)
+        self.tokens += seqs
+        self.tokens_of_module += int((plain == got).sum())
+
+
+def run_random_steps(engine: Engine, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Serve random requests for so many steps; returns counts. Raises ``Difference`` at the first step that is not the same.
+
+    The engine: any model without a tokenizer, best with few pages, so that requests preempt each other.
+    """
+    rng = random.Random(seed)
+    runner, scheduler = engine.runner, engine.scheduler
+    vocab, longest = engine.model.spec.vocab, scheduler.max_context
+    evictions = Counter[str]()
+    evict = scheduler.blocks._evict
+
+    def counted() -> int:
+        evictions["pages"] += 1
+        return evict()
+
+    scheduler.blocks._evict = counted  # type: ignore[method-assign]
+    compared = Compared(runner.steps, [cache for pair in runner._caches for cache in pair], rng)
+    runner.steps = compared  # type: ignore[assignment]
+    prefixes = [[rng.randrange(vocab) for _ in range(longest // 3)] for _ in range(4)]  # shared, so that the prefix cache serves
+    answers: list[Any] = []
+    submitted = aborted = 0
+    try:
+        while sum(compared.modes.values()) < steps:
+            answers = [answer for answer in answers if not answer.finished]
+            if len(answers) < rng.randint(1, runner.max_num_seqs + 2):
+                prompt = rng.choice(prefixes)[: rng.randint(0, longest // 3)] + [
+                    rng.randrange(vocab) for _ in range(rng.randint(1, longest // 3))
+                ]
+                params = SamplingParams(
+                    temperature=rng.choice([0.0, 0.0, 0.7, 1.3]), top_k=rng.choice([0, 0, 5]), top_p=rng.choice([1.0, 0.8]),
+                    max_tokens=rng.choice([1, 3, 12, 40]),
+                )  # fmt: skip
+                answers.append(engine.submit(prompt, params))
+                submitted += 1
+            if answers and rng.random() < 0.02:
+                engine.abort(rng.choice(answers))
+                aborted += 1
+            engine.step()
+        engine._drop(answers)
+    finally:
+        runner.steps = compared.fast
+        scheduler.blocks._evict = evict  # type: ignore[method-assign]
+    return {
+        "steps": sum(compared.modes.values()), "modes": dict(compared.modes), "sizes": len(compared.sizes), "requests": submitted,
+        "aborted": aborted, "preemptions": scheduler.preemptions, "evicted_pages": evictions["pages"],
+        "tokens_as_module": compared.tokens_of_module / max(compared.tokens, 1),
+    }  # fmt: skip
