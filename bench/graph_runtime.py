@@ -1,30 +1,54 @@
-"""The graph runtime by itself: start-up, memory, host time of a step, and whether the picks were right.
+"""The graph runtime by itself: step time in every mode beside torch's best, start-up, memory, host time, random steps, picks.
 
     python -m bench.graph_runtime --out bench/results/graph_runtime_h200.json
-    python -m bench.graph_runtime --small            # a tiny model, on any machine; its figures mean nothing
+    python -m bench.graph_runtime --parts modes random --budget-s 120      # some parts; the file is written after each row
+    python -m bench.graph_runtime --small                                  # a tiny model, on any machine; its figures mean nothing
 
-Llama-1B shape with random weights unless --small. Host time is what a call takes with the device idle before it; "adds" is that
-less the launch of the graph alone, and for piecewise less the splitting ops alone, divided by the pieces. Regret: every step size
-timed again in every mode, pick against best, for each context.
+Llama-1B shape with random weights unless --small. Parts:
+
+- modes: one decode step, back to back: ours full, piecewise and eager, ``torch.compile(mode="reduce-overhead")``, Inductor in one graph;
+- startup: captures of each mode alone, and what a call adds on the host. Host time is what a call takes with the device idle before it;
+  "adds" is that less the launch of the graph alone, and for piecewise less the splitting ops alone, divided by the pieces;
+- random: random serving steps, each compared bit for bit with the callable not captured, on a small model (bench/random_steps.py);
+- regret: every step size timed again in every mode, pick against best, for each context;
+- split: start-up and piecewise step time of both ways to cut, the FX graph and the capture.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import runtime.runner as runner_module
-from bench.harness import write_results
+from bench.decode_step import check_modes, our_step, peer_runs
+from bench.harness import back_to_back_us, write_results
+from bench.random_steps import run_random_steps
 from bench.shapes import LLAMA_1B, TINY
 from runtime.capture import EagerCall
 from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.graphed import graphed
 from runtime.model import random_model
-from runtime.runner import Runner
+from runtime.runner import DYNAMIC, PAD, Runner
+
+Row = dict[str, Any]
+PARTS = ("modes", "startup", "random", "regret", "split")
+
+
+class Budget:
+    """Seconds for the whole script: parts end early, and say so, rather than be cut off."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+
+    def left(self) -> float:
+        return self.end - time.perf_counter()
 
 
 def _sync() -> None:
@@ -32,7 +56,13 @@ def _sync() -> None:
         torch.cuda.synchronize()
 
 
-def host_us(run: Callable[[], Any], repeats: int = 200) -> float:
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def host_us(run: Callable[[], Any], repeats: int = 100) -> float:
     """Median host time of one call, the device idle before each."""
     times = []
     for _ in range(repeats):
@@ -42,6 +72,62 @@ def host_us(run: Callable[[], Any], repeats: int = 200) -> float:
         times.append(time.perf_counter() - start)
     _sync()
     return statistics.median(times) * 1e6
+
+
+# -- one decode step ------------------------------------------------------------------------------------------------------------
+
+
+def mode_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
+    """Ours in every mode from one set of captures, and the peers, interleaved."""
+    device = str(model.embed_tokens.device)
+    context = arguments.contexts[0]
+    for batch in arguments.batches:
+        if budget.left() < 0:
+            yield {"what": "decode step", "batch": batch, "skipped": "no time left"}
+            continue
+        # first: torch.compile(mode="reduce-overhead") clears cuBLAS workspaces while it records (docs/static-addresses.md)
+        runs = peer_runs(model, batch, context, device, arguments.peers)
+        fast, step_arguments = _graphed_step(model, batch, context, device, arguments.backend, "auto")
+        ours = {f"ours {mode}": _in_mode(fast, mode, step_arguments) for mode in ("full", "piecewise", "eager")}
+        check_modes(ours)
+        runs |= ours
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(5):
+            for name, run in runs.items():
+                steps = 4 if "eager" in name else 30
+                samples[name].append(back_to_back_us(run, steps=steps, repeats=1, warmup=1))
+        for name, values in samples.items():
+            yield {"what": "decode step", "batch": batch, "context": context, "backend": arguments.backend, "name": name,
+                   "us": statistics.median(values), "samples_us": [round(v, 1) for v in values]}  # fmt: skip
+        fast.reset()
+        del runs, ours, fast
+        torch._dynamo.reset()
+        _free()
+
+
+def _graphed_step(model: Any, batch: int, context: int, device: str, backend: str, mode: str, **compile: Any) -> tuple[Any, dict[str, Any]]:
+    step, step_arguments = our_step(model, batch, context, device)
+    config = {
+        "graph": {"mode": mode, "capture_sizes": [batch], "max_tokens": batch, "on_capture_error": "raise"},
+        "scheduler": {"max_num_seqs": batch, "max_batch_tokens": max(batch, 8)},
+        "compile": {"backend": backend, **compile},
+    }
+    fast = graphed(step, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": batch})
+    fast.warmup(**step_arguments)
+    return fast, step_arguments
+
+
+def _in_mode(fast: Any, mode: str, step_arguments: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        if fast._dispatcher.mode != mode:
+            fast._dispatcher.mode = mode
+            fast._dispatcher.changed()
+        return fast(**step_arguments)
+
+    return run
+
+
+# -- start-up and host time -----------------------------------------------------------------------------------------------------
 
 
 def make_runner(model: Any, mode: str, arguments: argparse.Namespace, context: int) -> Runner:
@@ -56,78 +142,144 @@ def make_runner(model: Any, mode: str, arguments: argparse.Namespace, context: i
     return Runner(model, config, 2 * context)
 
 
-def startup_row(model: Any, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def startup_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
     """Captures of one mode, all sizes, one set of host values after the other."""
-    runner = make_runner(model, mode, arguments, arguments.contexts[0])
-    start = time.perf_counter()
-    plan = runner.warmup()
-    total = time.perf_counter() - start
-    steps = runner.steps
-    keys = list(steps._steps.keys.values()) if steps._steps is not None else []
-    row: dict[str, Any] = {
-        "what": "start-up", "mode": mode, "sizes": len({r.size for r in plan.rows}), "captured": sum(len(k.captured) for k in keys),
-        "warmup_s": total, "prepare_and_capture_s": plan.capture_seconds, "graph_only_s": plan.graph_seconds,
-        "measure_s": plan.measure_seconds, "graph_mib": plan.graph_bytes / 2**20, "remarks": plan.remarks,
-    }  # fmt: skip
-    key = next(k for k in keys if k.text == "max_query_len=1")
-    for batch in sorted({n for n in (1, 8, 64, arguments.seqs) if n <= arguments.seqs}):
-        inputs = runner.batch(batch, 0)
-        decision = steps.explain(**inputs)
-        if decision.mode != mode:
-            continue
-        captured = key.captured[decision.mode, decision.size]
-        call, replay = host_us(lambda inputs=inputs: steps(**inputs)), host_us(captured.step.replay)
-        eager_calls = [segment.runner() for segment in captured.step.segments if isinstance(segment, EagerCall)]
-        pieces = len(captured.step.graphs)
-        splits = host_us(lambda calls=eager_calls: [run() for run in calls]) if eager_calls else 0.0
-        row[f"batch {batch}"] = {
-            "call_us": call, "replay_us": replay, "adds_us": call - replay, "pieces": pieces, "splitting_ops_us": splits,
-            "per_piece_us": (replay - splits) / pieces,
+    for mode in ("full", "piecewise"):
+        runner = make_runner(model, mode, arguments, arguments.contexts[0])
+        start = time.perf_counter()
+        plan = runner.warmup()
+        total = time.perf_counter() - start
+        steps = runner.steps
+        keys = list(steps._steps.keys.values()) if steps._steps is not None else []
+        row: Row = {
+            "what": "start-up", "mode": mode, "sizes": len({r.size for r in plan.rows}), "captured": sum(len(k.captured) for k in keys),
+            "warmup_s": total, "prepare_and_capture_s": plan.capture_seconds, "graph_only_s": plan.graph_seconds,
+            "measure_s": plan.measure_seconds, "graph_mib": plan.graph_bytes / 2**20, "remarks": plan.remarks,
         }  # fmt: skip
-    steps.reset()
-    return row
+        key = next(k for k in keys if k.text == "max_query_len=1")
+        for batch in sorted({n for n in (1, 8, 64, arguments.seqs) if n <= arguments.seqs}):
+            inputs = runner.batch(batch, 0)
+            decision = steps.explain(**inputs)
+            if decision.mode == mode:
+                row[f"batch {batch}"] = _host_row(steps, inputs, key.captured[decision.mode, decision.size].step)
+        steps.reset()
+        yield row
+        del runner, steps, keys, key
+        _free()
 
 
-def regret_rows(model: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def _host_row(steps: Any, inputs: dict[str, Any], step: Any) -> Row:
+    call, replay = host_us(lambda: steps(**inputs)), host_us(step.replay)
+    calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
+    splits = host_us(lambda: [run() for run in calls]) if calls else 0.0
+    pieces = len(step.graphs)
+    return {
+        "call_us": call, "replay_us": replay, "adds_us": call - replay, "pieces": pieces, "splitting_ops_us": splits,
+        "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
+    }  # fmt: skip
+
+
+# -- random steps ---------------------------------------------------------------------------------------------------------------
+
+
+def random_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
+    device = model.embed_tokens.device
+    small = random_model(TINY, 0, model.spec.dtype, device)
+    for check in ("contract", "poison"):
+        config = {
+            "graph": {"max_tokens": 64, "capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64], "check": check, "on_capture_error": "raise"},
+            "compile": {"backend": "eager"},
+            "cache": {"num_pages": 80},
+            "scheduler": {"max_num_seqs": 12, "max_batch_tokens": 96, "max_context": 256},
+        }
+        engine = Engine(small, config)
+        start = time.perf_counter()
+        found = run_random_steps(engine, arguments.random_steps)
+        yield {"what": "random steps", "check": check, "seconds": time.perf_counter() - start, **found}
+
+
+# -- picks ----------------------------------------------------------------------------------------------------------------------
+
+
+def regret_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
     for context in arguments.contexts:
         runner = make_runner(model, "auto", arguments, context)
         runner.warmup()
         sizes = range(1, arguments.max_tokens + 1, arguments.step)
         for key, found in runner.steps.regret(sizes).items():
             worst = max(found, key=lambda row: row["regret"])
-            rows.append({
+            yield {
                 "what": "regret", "context": context, "key": key, "sizes": len(found), "worst": worst,
                 "share_within_2_percent": sum(row["regret"] <= 0.02 for row in found) / len(found),
-                "picks": {f"{mode}": sum(row["pick"][0] == mode for row in found) for mode in ("full", "piecewise", "eager")},
+                "picks": {mode: sum(row["pick"][0] == mode for row in found) for mode in ("full", "piecewise", "eager")},
                 "table": [[row["tokens"], *row["pick"], round(row["pick_ms"], 4), *row["best"], round(row["best_ms"], 4)] for row in found],
-            })  # fmt: skip
+            }  # fmt: skip
         runner.steps.reset()
-    return rows
+        del runner
+        _free()
 
 
+# -- the two ways to cut --------------------------------------------------------------------------------------------------------
+
+
+def split_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
+    """Each way to cut, from a cold Dynamo, in the same process; compiled code comes from Inductor's cache where it can."""
+    device = str(model.embed_tokens.device)
+    batch = arguments.batches[0]
+    for split in ("fx", "capture"):
+        torch._dynamo.reset()
+        start = time.perf_counter()
+        fast, step_arguments = _graphed_step(model, batch, arguments.contexts[0], device, arguments.backend, "piecewise", split=split)
+        seconds = time.perf_counter() - start
+        key = next(iter(fast._steps.keys.values()))
+        step = next(iter(key.captured.values())).step
+        yield {
+            "what": "split", "split": split, "backend": arguments.backend, "batch": batch, "start_s": seconds, "pieces": len(step.graphs),
+            "step_us": back_to_back_us(lambda fast=fast, given=step_arguments: fast(**given), repeats=5),
+        }  # fmt: skip
+        fast.reset()
+        del fast, key, step
+        _free()
+
+
+ROWS = {"modes": mode_rows, "startup": startup_rows, "random": random_rows, "regret": regret_rows, "split": split_rows}
+
+
+@torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--budget-s", type=float, default=360.0, help="no part and no batch is begun after so many seconds")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--peers", nargs="*", default=["reduce-overhead", "Inductor in one graph"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="of the parts modes and split")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--graphs", type=int, default=32)
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--max-pages", type=int, default=1 << 17)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 128, 8192])
     parser.add_argument("--step", type=int, default=1, help="stride over the step sizes of the regret table")
+    parser.add_argument("--random-steps", type=int, default=10_000)
     arguments = parser.parse_args()
     if arguments.small:
         arguments.max_tokens, arguments.graphs, arguments.seqs, arguments.contexts, arguments.step = 8, 3, 4, [32], 3
+        arguments.batches, arguments.random_steps = [2], 40
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    budget = Budget(arguments.budget_s)
     model = random_model(TINY if arguments.small else LLAMA_1B, 0, dtype, device)
-    rows = [startup_row(model, mode, arguments) for mode in ("full", "piecewise")] + regret_rows(model, arguments)
-    for row in rows:
-        print({name: value for name, value in row.items() if name != "table"}, flush=True)
-    if arguments.out:
-        write_results(arguments.out, "python -m bench.graph_runtime", rows)
+    rows: list[Row] = []
+    for part in arguments.parts:
+        start = time.perf_counter()
+        over = [{"what": part, "skipped": f"the {arguments.budget_s:.0f} s of --budget-s are over"}]
+        for row in ROWS[part](model, arguments, budget) if budget.left() > 0 else over:
+            rows.append(row)
+            print({name: value for name, value in row.items() if name not in ("table", "samples_us")}, flush=True)
+            if arguments.out:
+                write_results(arguments.out, "python -m bench.graph_runtime", rows)
+        print(f"part {part}: {time.perf_counter() - start:.1f} s, {budget.left():.0f} s left", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,14 +92,6 @@ def run_random_steps(engine: Engine, steps: int, seed: int = 0) -> dict[str, Any
     rng = random.Random(seed)
     runner, scheduler = engine.runner, engine.scheduler
     vocab, longest = engine.model.spec.vocab, scheduler.max_context
-    evictions = Counter[str]()
-    evict = scheduler.blocks._evict
-
-    def counted() -> int:
-        evictions["pages"] += 1
-        return evict()
-
-    scheduler.blocks._evict = counted  # type: ignore[method-assign]
     compared = Compared(runner.steps, [cache for pair in runner._caches for cache in pair], rng)
     runner.steps = compared  # type: ignore[assignment]
     prefixes = [[rng.randrange(vocab) for _ in range(longest // 3)] for _ in range(4)]  # shared, so that the prefix cache serves
@@ -125,9 +117,8 @@ def run_random_steps(engine: Engine, steps: int, seed: int = 0) -> dict[str, Any
         engine._drop(answers)
     finally:
         runner.steps = compared.fast
-        scheduler.blocks._evict = evict  # type: ignore[method-assign]
     return {
         "steps": sum(compared.modes.values()), "modes": dict(compared.modes), "sizes": len(compared.sizes), "requests": submitted,
-        "aborted": aborted, "preemptions": scheduler.preemptions, "evicted_pages": evictions["pages"],
+        "aborted": aborted, "preemptions": scheduler.preemptions, "evicted_pages": scheduler.blocks.evictions,
         "tokens_as_module": compared.tokens_of_module / max(compared.tokens, 1),
     }  # fmt: skip

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tkernels._op import reference_ops
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -77,3 +79,19 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path) -> None:
     assert "tkernels: error 0.001 is above" in done.stdout and "so it was not timed" in done.stdout
     assert "torch other: error inf is above" in done.stdout
     assert [entry["extra_info"]["peer"] for entry in json.loads(out.read_text())["benchmarks"]] == ["torch eager"]
+
+
+def test_graph_runtime_writes_its_file_after_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import graph_runtime
+
+    out = tmp_path / "graph_runtime.json"
+    arguments = ["--small", "--backend", "eager", "--parts", "startup", "random", "split", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["graph_runtime", *arguments])
+    with reference_ops():
+        graph_runtime.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["what"] for row in rows] == ["start-up"] * 2 + ["random steps"] * 2 + ["split"] * 2
+    assert all(row["steps"] >= 40 for row in rows if row["what"] == "random steps")
+    monkeypatch.setattr(sys, "argv", ["graph_runtime", *arguments, "--budget-s", "0"])
+    graph_runtime.main()
+    assert all("skipped" in row for row in json.loads(out.read_text())["rows"])
