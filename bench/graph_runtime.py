@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-import runtime.runner as runner_module
 from bench.decode_step import check_modes, our_step, peer_runs
 from bench.harness import back_to_back_us, write_results
 from bench.random_steps import run_random_steps
@@ -130,22 +129,22 @@ def _in_mode(fast: Any, mode: str, step_arguments: dict[str, Any]) -> Callable[[
 # -- start-up and host time -----------------------------------------------------------------------------------------------------
 
 
-def make_runner(model: Any, mode: str, arguments: argparse.Namespace, context: int) -> Runner:
-    runner_module._WARMUP_CONTEXT = context
-    pages = arguments.seqs * (-(-2 * context // 16)) + 1
+def make_runner(model: Any, mode: str, arguments: argparse.Namespace, contexts: list[int]) -> Runner:
+    longest = 2 * max(contexts)
+    pages = arguments.seqs * -(-longest // 16) + 1
     config = RuntimeConfig.load({
-        "graph": {"mode": mode, "max_tokens": arguments.max_tokens, "max_graphs": arguments.graphs},
+        "graph": {"mode": mode, "max_tokens": arguments.max_tokens, "max_graphs": arguments.graphs, "contexts": contexts},
         "scheduler": {"max_num_seqs": arguments.seqs, "max_batch_tokens": arguments.max_tokens},
         "compile": {"backend": arguments.backend},
         "cache": {"num_pages": min(pages, arguments.max_pages)},
     })  # fmt: skip
-    return Runner(model, config, 2 * context)
+    return Runner(model, config, longest)
 
 
 def startup_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
     """Captures of one mode, all sizes, one set of host values after the other."""
     for mode in ("full", "piecewise"):
-        runner = make_runner(model, mode, arguments, arguments.contexts[0])
+        runner = make_runner(model, mode, arguments, arguments.contexts[:1])
         start = time.perf_counter()
         plan = runner.warmup()
         total = time.perf_counter() - start
@@ -202,21 +201,32 @@ def random_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> It
 
 
 def regret_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
-    for context in arguments.contexts:
-        runner = make_runner(model, "auto", arguments, context)
-        runner.warmup()
-        sizes = range(1, arguments.max_tokens + 1, arguments.step)
-        for key, found in runner.steps.regret(sizes).items():
-            worst = max(found, key=lambda row: row["regret"])
-            yield {
-                "what": "regret", "context": context, "key": key, "sizes": len(found), "worst": worst,
-                "share_within_2_percent": sum(row["regret"] <= 0.02 for row in found) / len(found),
-                "picks": {mode: sum(row["pick"][0] == mode for row in found) for mode in ("full", "piecewise", "eager")},
-                "table": [[row["tokens"], *row["pick"], round(row["pick_ms"], 4), *row["best"], round(row["best_ms"], 4)] for row in found],
-            }  # fmt: skip
-        runner.steps.reset()
-        del runner
-        _free()
+    """One set of captures, timed at every context; then every size again, a stride at a time, until the budget is over."""
+    runner = make_runner(model, "auto", arguments, arguments.contexts)
+    start = time.perf_counter()
+    plan = runner.warmup()
+    yield {
+        "what": "warm-up with contexts", "contexts": runner.contexts, "seconds": time.perf_counter() - start,
+        "measure_s": plan.measure_seconds,
+        "graph_mib": plan.graph_bytes / 2**20, "other_picks": [remark for remark in plan.remarks if "at a context of" in remark],
+    }  # fmt: skip
+    sizes = range(1, arguments.max_tokens + 1, arguments.step)
+    rounds = [sizes[first::8] for first in range(8)]  # the whole range first coarsely, so that an early end leaves a fair sample
+    found: dict[tuple[int, str], list[Row]] = {}
+    for given in rounds:
+        for context in runner.contexts:
+            if budget.left() > 0:
+                for key, rows in runner.steps.regret(given, context).items():
+                    found.setdefault((context, key), []).extend(rows)
+    for (context, key), rows in found.items():
+        rows.sort(key=lambda row: row["tokens"])
+        yield {
+            "what": "regret", "context": context, "key": key, "sizes": len(rows), "worst": max(rows, key=lambda row: row["regret"]),
+            "share_within_2_percent": sum(row["regret"] <= 0.02 for row in rows) / len(rows),
+            "picks": {mode: sum(row["pick"][0] == mode for row in rows) for mode in ("full", "piecewise", "eager")},
+            "table": [[row["tokens"], *row["pick"], round(row["pick_ms"], 4), *row["best"], round(row["best_ms"], 4)] for row in rows],
+        }  # fmt: skip
+    runner.steps.reset()
 
 
 # -- the two ways to cut --------------------------------------------------------------------------------------------------------

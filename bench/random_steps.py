@@ -34,6 +34,11 @@ class Compared:
         self.modes: Counter[str] = Counter()
         self.sizes: Counter[int] = Counter()
         self.tokens = self.tokens_of_module = 0
+        self.context: int | None = None
+
+    def at(self, context: int | None) -> Compared:
+        self.context = context
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fast, name)
@@ -45,13 +50,13 @@ class Compared:
         dispatcher.mode = self.rng.choice(_MODES)
         dispatcher.changed()
         number = sum(self.modes.values())
-        decision = fast.explain(**arguments)
+        decision = fast.at(self.context).explain(**arguments)
         call = fast._binding.read((), arguments)
         key = steps.keys.get(call.host)
         inputs = {name: t.to(steps.device) for name, t in call.tensors.items()}
         if number % _COMPARED_WITH_MODULE == 0:
             self._compare_with_module(call.sizes["seqs"], {**arguments, **inputs}, fast, arguments)
-        got = fast(**arguments)
+        got = fast.at(self.context)(**arguments)
         after = [cache.clone() for cache in self.caches]
         with torch.no_grad():
             if key is None:

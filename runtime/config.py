@@ -70,6 +70,11 @@ class GraphConfig(_Section):
     )
     histogram: str = Field("", description='file of step sizes for the size planner; "" is the built-in one')
     full_sizes: Sizes = Field("auto", description="sizes captured as full graphs, when they should differ from capture_sizes")
+    contexts: Sizes = Field(
+        "auto",
+        description="tokens of context that steps are timed with, the usual number first; auto: 1024, and on a GPU 128 and 8192, "
+        "as far as half of what a request may have",
+    )
     max_graphs: PositiveInt = Field(32, description='sizes that "auto" plans; more only where more are required')
     cost_table: str = Field("", description='file that keeps measured costs, and beside it proofs, for the next start; "" keeps none')
 

@@ -36,9 +36,11 @@ class Decision:
     ms: float | None
     reason: str
     alternatives: tuple[Alternative, ...] = ()
+    context: int = 0
+    """The measured context whose costs decided, in tokens a sequence; 0 where costs do not depend on it."""
 
     def __str__(self) -> str:
-        cost = "not measured" if self.ms is None else f"{self.ms:.3f} ms"
+        cost = "not measured" if self.ms is None else f"{self.ms:.3f} ms" + (f" at a context of {self.context}" if self.context else "")
         lines = [f"{self.mode} at size {self.size}, {self.padding} padding rows, {cost}: {self.reason}"]
         for a in self.alternatives:
             lines.append(f"  not {a.mode} at {a.size}{'' if a.ms is None else f' ({a.ms:.3f} ms)'}: {a.reason}")
@@ -66,20 +68,28 @@ class Dispatcher:
         self.steps_of_key: Counter[str] = Counter()
         self.unknown_keys: Counter[str] = Counter()
         self.eager_reasons: Counter[str] = Counter()
-        self._picks: dict[tuple[str, int], Decision] = {}
+        self._picks: dict[tuple[str, int, int], Decision] = {}
+        self._buckets: dict[int | None, int] = {}
 
     def changed(self) -> None:
         """Candidates or costs have changed: forget the decisions made so far."""
         self._picks.clear()
+        self._buckets.clear()
 
-    def dispatch(self, key: str, sizes: Mapping[str, int], illegal: str = "") -> Decision:
-        """Decide and count. illegal: why no graph may serve this call, if there is a reason outside sizes and key."""
+    def dispatch(self, key: str, sizes: Mapping[str, int], illegal: str = "", context: int | None = None) -> Decision:
+        """Decide and count. illegal: why no graph may serve this call, if there is a reason outside sizes and key.
+
+        context: the step's tokens of context a sequence, as far as the caller knows; it only chooses among measured costs.
+        """
         n = sizes[self.token]
-        pick = self._picks.get((key, n))
+        bucket = self._buckets.get(context)
+        if bucket is None:
+            bucket = self._buckets[context] = self.table.bucket(context)
+        pick = self._picks.get((key, n, bucket))
         if pick is None:
-            pick = self._picks[key, n] = self.decide(key, {self.token: n}, brief=True)
+            pick = self._picks[key, n, bucket] = self.decide(key, {self.token: n}, brief=True, context=bucket)
         if illegal or (pick.mode != "eager" and not _fits(sizes, self.keys[key].graphs[pick.mode, pick.size])):
-            pick = self.decide(key, sizes, illegal, brief=True)
+            pick = self.decide(key, sizes, illegal, brief=True, context=bucket)
         at = pick.mode, pick.size
         self.steps[at] += 1
         self.padding[at] += pick.padding
@@ -91,14 +101,16 @@ class Dispatcher:
                 self.unknown_keys[key] += 1
         return pick
 
-    def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False) -> Decision:
+    def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False, context: int | None = None) -> Decision:
         """The decision with its reasons, uncounted. brief: without the alternatives."""
         n = sizes[self.token]
         candidates = self.keys.get(key)
-        eager_ms = self.eager_ms(key, n)
+        context = self.table.bucket(context)
+        costs = self.table.costs(context)
+        eager_ms = self.eager_ms(key, n, context)
 
         def eager(reason: str, others: list[Alternative]) -> Decision:
-            return Decision("eager", n, 0, eager_ms, reason, tuple(others))
+            return Decision("eager", n, 0, eager_ms, reason, tuple(others), context)
 
         if illegal:
             return eager(illegal, [])
@@ -111,7 +123,7 @@ class Dispatcher:
         legal: list[tuple[float, str, int]] = []
         others: list[Alternative] = []
         for (mode, size), padded in sorted(candidates.graphs.items(), key=lambda item: (item[0][1], MODES.index(item[0][0]))):
-            ms = self.table.ms.get((key, mode, size))
+            ms = costs.get((key, mode, size))
             why = ""
             if self.mode not in ("auto", mode):
                 why = f'graph.mode = "{self.mode}"'
@@ -136,20 +148,20 @@ class Dispatcher:
             )
         legal.sort()
         _, mode, size = legal[0]
-        ms = self.table.ms.get((key, mode, size))
+        ms = costs.get((key, mode, size))
         if self.mode == "auto" and ms is not None and eager_ms is not None and eager_ms <= ms:
-            others += [Alternative(m, s, self.table.ms.get((key, m, s)), "slower than eager") for _, m, s in legal]
+            others += [Alternative(m, s, costs.get((key, m, s)), "slower than eager") for _, m, s in legal]
             return eager("cheaper than every graph that fits", others if not brief else [])
         if not brief:
-            others = [Alternative(m, s, self.table.ms.get((key, m, s)), "not the cheapest") for _, m, s in legal[1:]] + others
+            others = [Alternative(m, s, costs.get((key, m, s)), "not the cheapest") for _, m, s in legal[1:]] + others
             if eager_ms is not None:
                 others.insert(0, Alternative("eager", n, eager_ms, "slower" if self.mode == "auto" else f'graph.mode = "{self.mode}"'))
         reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
-        return Decision(mode, size, size - n, ms, reason, () if brief else tuple(others))
+        return Decision(mode, size, size - n, ms, reason, () if brief else tuple(others), context)
 
-    def eager_ms(self, key: str, n: int) -> float | None:
+    def eager_ms(self, key: str, n: int, context: int | None = None) -> float | None:
         """Eager cost at n, straight between the measured sizes."""
-        return _between(self.table.at(key, "eager"), n)
+        return _between(self.table.at(key, "eager", self.table.bucket(context)), n)
 
     def graph_ms(self, key: str, size: int) -> float:
         """What a graph of this size would cost: the cheapest mode, straight between the measured sizes; the size if none was."""

@@ -288,9 +288,12 @@ class Engine:
             tokens.append(number)
         return tokens
 
-    def explain(self, decodes: int, chunk: int = 0) -> Decision:
-        """How a step of ``decodes`` decoding requests and ``chunk`` tokens of a prompt would run, and why."""
-        return self.runner.steps.explain(**self.runner.batch(decodes, chunk))
+    def explain(self, decodes: int, chunk: int = 0, context: int | None = None) -> Decision:
+        """How a step of ``decodes`` decoding requests and ``chunk`` tokens of a prompt would run, and why.
+
+        context: tokens that each of them holds, by default the usual number; the nearest measured one decides.
+        """
+        return self.runner.steps.at(context).explain(**self.runner.batch(decodes, chunk))
 
     def addresses(self) -> dict[str, list[Address]]:
         """For each kind of captured step, at its largest size: every input of every piece, its owner and address."""

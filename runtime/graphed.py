@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -36,7 +36,7 @@ from runtime.proofs import Proofs, file_beside, rests_on
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
 from runtime.warmup import Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
-MakeInputs = Callable[[int, dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+MakeInputs = Callable[..., "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
 _MAX_ROUTES = 1 << 16
@@ -207,6 +207,7 @@ class GraphedModule(torch.nn.Module):
         make_inputs: MakeInputs | None = None,
         make_proof_inputs: MakeInputs | None = None,
         keys: Iterable[Mapping[str, Any]] = ({},),
+        contexts: Iterable[int] = (),
         progress: Progress | None = None,
         **kwargs: Any,
     ) -> Plan:
@@ -215,12 +216,18 @@ class GraphedModule(torch.nn.Module):
         Give one representative step as arguments, which is cut to smaller sizes and padded to larger ones. Or give
         ``make_inputs(size, key) -> (args, kwargs)``, called for each of ``keys`` (dicts of host values), so that every size is
         timed on real lengths; it returns None for a size that does not occur with that key. Call again to add keys.
+        contexts: where attention matters, the tokens a sequence holds: first the number that ``make_inputs(size, key)`` uses, then
+        others, at which every size is timed too, on ``make_inputs(size, key, context)``. ``at(context)`` makes calls that are decided
+        by the nearest of them.
         make_proof_inputs: the same for the captures and their proofs, where steps that cost less than those timed show as much.
         The inputs must be harmless to run, as captures and timings run them many times: let them write no page of a cache that holds
         anything. Smaller state (256 MiB in all) is put back afterwards.
         """
         with self._lock:
             representatives: list[tuple[Call, Representative, Representative]] = []
+            contexts = list(contexts)
+            if contexts and (make_inputs is None or min(contexts) < 1):
+                raise ValueError(f"contexts: expected positive numbers, and make_inputs that takes one of them, got {contexts}")
             if make_inputs is not None:
                 if args or kwargs:
                     raise TypeError("warmup: expected a representative step or make_inputs, got both")
@@ -238,6 +245,8 @@ class GraphedModule(torch.nn.Module):
                 raise ValueError("warmup: expected at least one key, got none")
             steps, dispatcher = self._prepare(representatives[0][0])
             self._routes.clear()
+            if contexts:
+                dispatcher.table.set_contexts(contexts)
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
             if self.config.graph.cost_table:
                 dispatcher.table.save(self.config.graph.cost_table)
@@ -245,13 +254,13 @@ class GraphedModule(torch.nn.Module):
             return self.plan
 
     def _resizer(self, example: Call) -> Representative:
-        return lambda size: resized(example, self._steps, size)  # type: ignore[arg-type]
+        return lambda size, *context: resized(example, self._steps, size)  # type: ignore[arg-type]
 
     def _made(self, make_inputs: MakeInputs, key: dict[str, Any]) -> tuple[Call, Representative]:
         token = self._binding.token
 
-        def representative(size: int) -> Call | None:
-            made = make_inputs(size, key)
+        def representative(size: int, *context: int) -> Call | None:
+            made = make_inputs(size, key, *context)
             if made is None:
                 return None
             call = self._binding.read(made[0], made[1])
@@ -268,6 +277,16 @@ class GraphedModule(torch.nn.Module):
     # -- calls ----------------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(None, args, kwargs)
+
+    def at(self, context: int | None) -> AtContext:
+        """``fast.at(context)(…)`` is a call, and ``fast.at(context).explain(…)`` a question, decided by costs at that context.
+
+        context: tokens that a sequence of the step holds, on average; None: the usual number. It changes no result.
+        """
+        return AtContext(self, context)
+
+    def _call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock, torch.no_grad():  # calls of several threads take turns: they fill the same input buffers
             if self._steps is None:
                 if self._binding.read(args, kwargs).sizes[self._binding.token] == 0:
@@ -280,7 +299,7 @@ class GraphedModule(torch.nn.Module):
             if key is not None and not illegal and (key.static or key.writes_arguments):
                 illegal = illegal_memory(key, tensors)
             illegal = illegal or illegal_state(steps.device)
-            decision = dispatcher.dispatch(route.text, route.sizes, illegal)
+            decision = dispatcher.dispatch(route.text, route.sizes, illegal, context)
             if key is None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
                 return self.module(*args, **kwargs)
@@ -421,12 +440,15 @@ class GraphedModule(torch.nn.Module):
 
     def explain(self, *args: Any, **kwargs: Any) -> Decision:
         """How a call with these arguments would run, with the alternatives and why they were not taken. Counts nothing."""
+        return self._explain(None, args, kwargs)
+
+    def _explain(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         call = self._binding.read(args, kwargs)
         if self._steps is None or self._dispatcher is None:
             raise RuntimeError("explain: nothing is captured yet; call warmup first")
         key = self._steps.keys.get(call.host)
         illegal = "" if key is None else illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device)
-        return self._dispatcher.decide(key_text(call.host), call.sizes, illegal)
+        return self._dispatcher.decide(key_text(call.host), call.sizes, illegal, context=context)
 
     def addresses(self) -> dict[str, list[Address]]:
         """The contract as captured: for each key and mode, at its largest size, every input of every segment."""
@@ -437,15 +459,19 @@ class GraphedModule(torch.nn.Module):
                     largest[key.text, mode] = size, captured
         return {f"{key}, {mode} at size {size}": captured.step.addresses for (key, mode), (size, captured) in largest.items()}
 
-    def regret(self, sizes: Iterable[int] | None = None) -> dict[str, list[dict[str, Any]]]:
+    def regret(self, sizes: Iterable[int] | None = None, context: int | None = None) -> dict[str, list[dict[str, Any]]]:
         """Time every step size again (1 to the maximum, or ``sizes``) in every mode, and compare the pick with the best, for each key.
 
+        context: one of the warm-up's, to pick and to time at; None: the usual one. Eager is timed where it could be the best.
         Rows: tokens, pick, pick_ms, best, best_ms, regret (how much slower the pick is, as a share).
         """
         if self._steps is None or self._dispatcher is None:
             raise RuntimeError("regret: nothing is captured yet; call warmup first")
         wanted = list(sizes) if sizes is not None else list(range(1, self.config.graph.max_tokens + 1))
-        return {key.text: measure_regret(self._steps, self._dispatcher, key, wanted) for key in self._steps.keys.values()}
+        table = self._dispatcher.table
+        if context is not None and context not in (table.context, *table.other_contexts):
+            raise ValueError(f"context: expected one of {[table.context, *table.other_contexts]}, which were measured, got {context}")
+        return {key.text: measure_regret(self._steps, self._dispatcher, key, wanted, context) for key in self._steps.keys.values()}
 
     def stats(self) -> dict[str, Any]:
         """Steps and padding by mode and size, why steps ran eager, graph and arena bytes."""
@@ -455,3 +481,16 @@ class GraphedModule(torch.nn.Module):
             "graph_bytes": self._steps.graph_bytes,
             "arena_bytes": sum(key.arena.nbytes for key in self._steps.keys.values()),
         }
+
+
+class AtContext(NamedTuple):
+    """Calls of a graphed module that are decided by costs at one context; made by ``GraphedModule.at``."""
+
+    fast: GraphedModule
+    context: int | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fast._call(self.context, args, kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Decision:
+        return self.fast._explain(self.context, args, kwargs)

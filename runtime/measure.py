@@ -1,8 +1,8 @@
 """Step times and the table of costs that dispatch decides by.
 
 ``median_ms`` times a callable on its device: events around it on CUDA, so that gaps in which the device waits for the host count,
-``perf_counter`` on the CPU. ``CostTable`` holds medians by (key, mode, size), and is saved per GPU, model shape and versions; a
-file made for anything else is ignored, with the reason.
+``perf_counter`` on the CPU. ``CostTable`` holds medians by (key, mode, size), and where attention matters by context too; it is saved
+per GPU, model shape and versions; a file made for anything else is ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,42 @@ import torch
 
 from runtime import ranks
 
-FORMAT = 1
+FORMAT = 2
+
+At = tuple[str, str, int]
+"""(key, mode, size)."""
 
 
 def interleaved_ms(
-    runs: Mapping[Any, Callable[[], object]], device: torch.device, *, repeats: int = 7, budget_ms: float = 200.0
+    runs: Mapping[Any, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 7,
+    budget_ms: float = 200.0,
+    prepare: Callable[[Any], object] = lambda name: None,
 ) -> dict[Any, float]:
     """Median time of one call of each, in ms. Repeats are interleaved, so that a drift of clocks meets all alike.
 
     budget_ms: no new round is begun after this much time, once there have been three. The first call of anything is slower, so it
-    is no round, unless the calls are so slow that it does not matter: when one of each uses up the budget.
+    is no round, unless the calls are so slow that it does not matter: when one of each uses up the budget. prepare: called with the
+    name before each call, untimed.
     """
-    timer = _event_ms if device.type == "cuda" else _clock_ms
+    timed = _event_ms if device.type == "cuda" else _clock_ms
+
+    def time_one(name: Any) -> float:
+        prepare(name)
+        return timed(runs[name], device)
+
     start = time.perf_counter()
-    first = {name: [timer(run, device)] for name, run in runs.items()}
+    first = {name: [time_one(name)] for name in runs}
     slow = ranks.largest((time.perf_counter() - start) * 1e3) > budget_ms
     times: dict[Any, list[float]] = first if slow else {name: [] for name in runs}
     start = start if slow else time.perf_counter()
     for done in range(slow, repeats):
         if done >= 3 and ranks.largest((time.perf_counter() - start) * 1e3) > budget_ms:
             break
-        for name, run in runs.items():
-            times[name].append(timer(run, device))
+        for name in runs:
+            times[name].append(time_one(name))
     return {name: ranks.largest(sorted(values)[len(values) // 2]) for name, values in times.items()}
 
 
@@ -80,22 +95,50 @@ def fingerprint(device: torch.device, shape: str) -> dict[str, str]:
 
 @dataclass
 class CostTable:
-    """Median ms and graph bytes by (key, mode, size). key: the host values of the step, as text."""
+    """Median ms and graph bytes by (key, mode, size). key: the host values of the step, as text.
+
+    ms: at the usual context. context: what that is, in tokens a sequence; 0 where nothing depends on it. other_contexts: the same at
+    other contexts; what is not in there costs what it does in ``ms``.
+    """
 
     valid_for: dict[str, str]
-    ms: dict[tuple[str, str, int], float] = field(default_factory=dict)
-    nbytes: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    ms: dict[At, float] = field(default_factory=dict)
+    nbytes: dict[At, int] = field(default_factory=dict)
+    context: int = 0
+    other_contexts: dict[int, dict[At, float]] = field(default_factory=dict)
+
+    def bucket(self, context: int | None) -> int:
+        """The measured context that is nearest by ratio; the usual one for None."""
+        if context is None or not self.other_contexts:
+            return self.context
+        context = max(context, 1)
+        return min((self.context, *self.other_contexts), key=lambda c: (max(c, context) / min(c, context), c))
+
+    def costs(self, bucket: int) -> Mapping[At, float]:
+        """The costs at a measured context."""
+        there = self.other_contexts.get(bucket)
+        return self.ms if there is None else ChainMap(there, self.ms)
+
+    def set_contexts(self, contexts: Iterable[int]) -> None:
+        """What is to be measured, the usual context first. What was measured at these is kept, the rest forgotten."""
+        usual, *others = contexts
+        if usual != self.context:
+            self.ms.clear()
+            self.other_contexts.clear()
+        self.context = usual
+        self.other_contexts = {c: self.other_contexts.get(c, {}) for c in sorted(set(others) - {usual})}
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, whole or not at all."""
         path = Path(path).expanduser()
         rows = [
-            {"key": key, "mode": mode, "size": size, "ms": ms, "nbytes": self.nbytes.get((key, mode, size), 0)}
-            for (key, mode, size), ms in sorted(self.ms.items())
+            {"key": key, "mode": mode, "size": size, "context": context, "ms": ms, "nbytes": self.nbytes.get((key, mode, size), 0)}
+            for context, costs in {self.context: self.ms, **self.other_contexts}.items()
+            for (key, mode, size), ms in sorted(costs.items())
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({"valid_for": self.valid_for, "rows": rows}, indent=1))
+        part.write_text(json.dumps({"valid_for": self.valid_for, "context": self.context, "rows": rows}, indent=1))
         part.replace(path)
 
     @staticmethod
@@ -118,16 +161,18 @@ class CostTable:
             for name, value in valid_for.items():
                 if made_for.get(name) != value:
                     return None, f"{path}: measured for {name} = {made_for.get(name)!r}, this is {value!r}; measuring anew"
-            table = cls(dict(valid_for))
+            table = cls(dict(valid_for), context=int(data["context"]))
             for row in rows:
-                at = str(row["key"]), str(row["mode"]), int(row["size"])
-                table.ms[at], table.nbytes[at] = float(row["ms"]), int(row["nbytes"])
+                at, context = (str(row["key"]), str(row["mode"]), int(row["size"])), int(row["context"])
+                costs = table.ms if context == table.context else table.other_contexts.setdefault(context, {})
+                costs[at], table.nbytes[at] = float(row["ms"]), int(row["nbytes"])
         except FileNotFoundError:
             return None, f"{path}: no such file; measuring"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return None, f"{path}: not a cost table ({type(error).__name__}: {error}); measuring anew"
         return table, ""
 
-    def at(self, key: str, mode: str) -> dict[int, float]:
-        """size -> ms, ascending."""
-        return {size: ms for (k, m, size), ms in sorted(self.ms.items()) if k == key and m == mode}
+    def at(self, key: str, mode: str, bucket: int | None = None) -> dict[int, float]:
+        """size -> ms, ascending; at the usual context, or at another measured one."""
+        costs = self.ms if bucket is None else self.costs(bucket)
+        return {size: ms for (k, m, size), ms in sorted(costs.items()) if k == key and m == mode}

@@ -27,7 +27,8 @@ from runtime.request import Request
 from runtime.scheduler import Step
 from tkernels import collectives
 
-_WARMUP_CONTEXT = 1024  # tokens of context that a decode is timed with; half of what a request may have, where that is less
+_WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
+_OTHER_CONTEXTS = (128, 8192)  # and with these, as the mode that is cheapest may change with the share of attention
 _CPU_PROOF_CONTEXT = 24  # and one that it is proved with without a GPU: more than a page
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -173,7 +174,9 @@ class Runner:
         """Start a step. Does not wait for the device."""
         if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
-        tokens = self.steps(**self.arguments(step))
+        arguments = self.arguments(step)
+        context = int(arguments["seq_lens"].sum()) // len(step.chunks)
+        tokens = self.steps.at(context)(**arguments)
         self.module.last_tokens[: len(step.chunks)].copy_(tokens)
         self._source_row = {chunk.request.number: row for row, chunk in enumerate(step.chunks) if chunk.samples}
         if self.device.type != "cuda":
@@ -283,7 +286,20 @@ class Runner:
             keys.append(mixed)  # else no such step is small enough for a graph, and all of them run eager
         # Without a GPU no kernel shares a long context out, and time is dear: there a short one proves as much.
         proof = partial(self._representative, context=_CPU_PROOF_CONTEXT) if self.device.type == "cpu" else None
-        return self.steps.warmup(make_inputs=self._representative, make_proof_inputs=proof, keys=keys, progress=progress)
+        return self.steps.warmup(
+            make_inputs=self._representative, make_proof_inputs=proof, keys=keys, contexts=self.contexts, progress=progress
+        )
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of context that steps are timed with, the usual number first; at most half of what a request may have.
+
+        On a CPU "auto" is one: attention is no large part there, and time is dear.
+        """
+        configured = self.config.graph.contexts
+        auto = [_WARMUP_CONTEXT, *(_OTHER_CONTEXTS if self.device.type == "cuda" else ())]
+        wanted = auto if configured == "auto" or not configured else configured
+        return list(dict.fromkeys(max(1, min(context, self.max_context // 2)) for context in wanted))
 
     def rows_by_kind(self) -> dict[str, list[PlanRow]]:
         """The plan's rows for steps of single tokens ("decode") and for steps with a chunk of a prompt in them ("mixed")."""
@@ -291,7 +307,7 @@ class Runner:
         keys = {"decode": "max_query_len=1", "mixed": f"max_query_len={self.max_batch_tokens}"}
         return {kind: [row for row in rows if row.key == key] for kind, key in keys.items()}
 
-    def _representative(self, size: int, key: Mapping[str, Any], context: int = _WARMUP_CONTEXT) -> tuple[tuple[()], dict[str, Any]] | None:
+    def _representative(self, size: int, key: Mapping[str, Any], context: int | None = None) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.
 
         None for a size that cannot occur: more decodes than requests may run, a chunk of one token, more than all contexts hold.
@@ -306,8 +322,10 @@ class Runner:
     def _num_prompts(self, tokens: int) -> int:
         return -(-tokens // self.max_context)
 
-    def batch(self, decodes: int, prompt_tokens: int, context: int = _WARMUP_CONTEXT) -> dict[str, Any]:
-        """Inputs of ``decodes`` requests at a usual context and, beside them, ``prompt_tokens`` in as few prompts as hold them.
+    def batch(self, decodes: int, prompt_tokens: int, context: int | None = None) -> dict[str, Any]:
+        """Inputs of ``decodes`` requests and, beside them, ``prompt_tokens`` in as few prompts as hold them.
+
+        context: tokens that each holds already, by default the usual number; at most half of what a request may have.
 
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
         """
@@ -317,7 +335,7 @@ class Runner:
                 f"batch: expected 1 to {self.max_num_seqs} requests of up to {self.max_context} tokens, got {decodes} that decode "
                 f"and {prompt_tokens} prompt tokens"
             )
-        context = min(context, self.max_context // 2)
+        context = min(self.contexts[0] if context is None else context, self.max_context // 2)
         chunks = [prompt_tokens // prompts + (i < prompt_tokens % prompts) for i in range(prompts)]
         counts = np.array([1] * decodes + chunks)
         starts = np.minimum(context, self.max_context - counts)

@@ -32,8 +32,8 @@ from runtime.trace import BindError
 NamedCall = Callable[[Mapping[str, torch.Tensor]], Any]
 Bound = int | Callable[[int, dict[str, Any]], int]
 """The largest value of a named size: a number, or a function of the step's size and its host values."""
-Representative = Callable[[int], "Call | None"]
-"""A representative call of a size; None: this size does not occur with this key."""
+Representative = Callable[..., "Call | None"]
+"""(size) -> a representative call; None: this size does not occur with this key. (size, context) -> one of another context."""
 
 
 @dataclass(eq=False)
@@ -83,6 +83,8 @@ class KeySteps:
     """What proofs of this key are kept under: the key and all shapes around it."""
     facts_date: str = ""
     """When what is known of the key was found out, if an earlier start did."""
+    sets: tuple[tuple[int, bool], list[Inputs]] = ((0, False), [])
+    """The latest size's sets of inputs: all its modes are compared on the same values, whatever ``proving`` gives the next time."""
     expected: tuple[int, list[Expected]] = (0, [])
     """What the latest size captured gives uncaptured: all its modes are compared with the same runs."""
     ran: set[int] = field(default_factory=set)
@@ -246,13 +248,15 @@ class Steps:
 
     def inputs(self, key: KeySteps, size: int) -> list[Inputs]:
         """The sets of inputs a step of this size is captured and proved with: a full one and, where padding is legal, one with a tail."""
-        lengths = (size, max(1, size - max(1, size // 4)))
-        calls = [key.proving(n) for n in dict.fromkeys(lengths) if n == size or not key.exact]
-        return [self._padded_to(key, call, size) for call in calls if call is not None]
+        if key.sets[0] != (size, key.exact):
+            lengths = (size, max(1, size - max(1, size // 4)))
+            calls = [key.proving(n) for n in dict.fromkeys(lengths) if n == size or not key.exact]
+            key.sets = (size, key.exact), [self._padded_to(key, call, size) for call in calls if call is not None]
+        return key.sets[1]
 
-    def timed_inputs(self, key: KeySteps, size: int) -> Inputs | None:
-        """What a step of this size is timed with; None where it does not occur."""
-        call = key.representative(size)
+    def timed_inputs(self, key: KeySteps, size: int, *context: int) -> Inputs | None:
+        """What a step of this size is timed with, at the usual context or another; None where it does not occur."""
+        call = key.representative(size, *context)
         return None if call is None else self._padded_to(key, call, size)
 
     def _padded_to(self, key: KeySteps, call: Call, size: int) -> Inputs:

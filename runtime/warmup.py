@@ -15,7 +15,7 @@ from runtime import ranks
 from runtime.binding import Call
 from runtime.contract import Inputs, kept
 from runtime.dispatch import Candidates, Dispatcher, regret
-from runtime.measure import interleaved_ms, median_ms
+from runtime.measure import interleaved_ms
 from runtime.plan import Plan, PlanRow
 from runtime.sizes import interval_weights
 from runtime.steps import KeySteps, Representative, Steps
@@ -98,7 +98,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     full = ""
     with own_state(steps.device), steps.pool.session(collect=not between_steps), ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
-            key.expected = 0, []  # of other weights, maybe
+            key.expected, key.sets = (0, []), ((0, False), [])  # of other weights and inputs, maybe
             steps.find_written(key, min(size for k, _, size in order if k is key))
             state.enter_context(kept(key.written))
             steps.check_padding(key, [size for k, _, size in order if k is key])
@@ -131,7 +131,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
                     held = 0
                     steps.remark(f"{what} was dropped: it alone takes {grown} bytes of {reason}")
         for key in dict.fromkeys(key for key, _, _ in order):
-            key.expected = 0, []
+            key.expected, key.sets = (0, []), ((0, False), [])
             steps.check_rows(key)
         steps.persistent.forget_changed_values()
     if progress:
@@ -139,35 +139,53 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
 
 
 def measure_all(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, Iterable[int]], progress: Progress | None = None) -> None:
-    """Time eager and every captured mode at each size; what the table already holds is not timed again."""
-    jobs = [(steps.keys[host], size) for host, list_ in sizes.items() for size in sorted(list_)]
+    """Time eager and every captured mode at each size, at each context; what the table already holds is not timed again.
+
+    Eager is timed at the usual context, and at another where it could be the cheapest.
+    """
     table = dispatcher.table
+    jobs = [
+        (steps.keys[host], size, context)
+        for context in (table.context, *table.other_contexts)
+        for host, list_ in sizes.items()
+        for size in sorted(list_)
+    ]
     steps.replays += 1
     with own_state(steps.device), ExitStack() as state:
-        for key in dict.fromkeys(key for key, _ in jobs):
+        for key in dict.fromkeys(key for key, _, _ in jobs):
             state.enter_context(kept(key.written))
-        for done, (key, size) in enumerate(jobs):
+        for done, (key, size, context) in enumerate(jobs):
             if progress:
-                progress(done, len(jobs), f"measuring size {size}")
-            runs = runs_at(steps, key, size)
+                progress(done, len(jobs), f"measuring size {size}" + (f" at context {context}" if context else ""))
+            usual = context == table.context
+            runs = runs_at(steps, key, size, *(() if usual else (context,)))
             for mode in runs:
                 captured = key.captured.get((mode, size))
                 table.nbytes[key.text, mode, size] = captured.step.nbytes if captured else 0
-            if all((key.text, mode, size) in table.ms for mode in runs):
+            costs = table.ms if usual else table.other_contexts[context]
+            if all((key.text, mode, size) in costs for mode in runs if usual or mode != "eager"):
                 continue
-            for mode, ms in interleaved_ms(runs, steps.device).items():
-                table.ms[key.text, mode, size] = ms
+            eager_ms = table.ms.get((key.text, "eager", size))
+            found: Mapping[str, float] = {}
+            if not usual and eager_ms is not None and len(runs) > 1:
+                found = interleaved_ms({mode: run for mode, run in runs.items() if mode != "eager"}, steps.device)
+            if not found or eager_ms is None or eager_ms < _FAR * min(found.values()):
+                found = interleaved_ms(runs, steps.device)
+            costs.update({(key.text, mode, size): ms for mode, ms in found.items()})
     if progress:
         progress(len(jobs), len(jobs), "measured")
+
+
+_FAR = 2.0  # eager that took so many times as long as a graph is not timed once more
 
 
 KeySteps_ = tuple[Any, ...]
 """The host values of a key."""
 
 
-def runs_at(steps: Steps, key: KeySteps, size: int) -> dict[str, Callable[[], object]]:
-    """What can run a step of this size, on representative inputs that are loaded now."""
-    inputs = steps.timed_inputs(key, size)
+def runs_at(steps: Steps, key: KeySteps, size: int, *context: int) -> dict[str, Callable[[], object]]:
+    """What can run a step of this size, on representative inputs that are loaded now, of the usual context or another."""
+    inputs = steps.timed_inputs(key, size, *context)
     if inputs is None:
         return {}
     inputs.load(key.arena)
@@ -180,31 +198,39 @@ def runs_at(steps: Steps, key: KeySteps, size: int) -> dict[str, Callable[[], ob
     return runs
 
 
-def measure_regret(steps: Steps, dispatcher: Dispatcher, key: KeySteps, sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """Time, for each step size, the pick, eager, and every mode at its next size, all on a real step of that size; see ``regret``."""
+def measure_regret(
+    steps: Steps, dispatcher: Dispatcher, key: KeySteps, sizes: Iterable[int], context: int | None = None
+) -> list[dict[str, Any]]:
+    """Time, for each step size, the pick, eager, and every mode at its next size, all on a real step of that size; see ``regret``.
+
+    Eager is left out where the table has it at more than twice the cost of a pick that is a graph. context: None is the usual one.
+    """
+    table = dispatcher.table
+    of_context = () if context is None or context == table.context else (context,)
     picks: dict[int, tuple[str, int]] = {}
     measured: dict[int, dict[tuple[str, int], float]] = {}
     steps.replays += 1
     steps.pool.synchronize()  # steps may be under way on other streams
     with own_state(steps.device), kept(key.written):
         for n in sizes:
-            call = key.representative(n)
+            call = key.representative(n, *of_context)
             if call is None:
                 continue
-            decision = dispatcher.decide(key.text, call.sizes, brief=True)
+            decision = dispatcher.decide(key.text, call.sizes, brief=True, context=context)
             picks[n] = decision.mode, decision.size
             fitting = [at for at, c in key.captured.items() if at[1] >= n and all(c.padded[d] >= v for d, v in call.sizes.items())]
             next_sizes = {mode: min(size for m, size in fitting if m == mode) for mode, _ in fitting}
             values = {name: t.to(steps.device) for name, t in call.tensors.items() if name in key.specs}
-            measured[n] = {}
+            runs: dict[tuple[str, int], Callable[[], object]] = {}
+            loads: dict[tuple[str, int], Callable[[], object]] = {}
             for at in dict.fromkeys([picks[n], *next_sizes.items(), ("eager", n)]):
-                if at[0] == "eager":
-                    run: Callable[[], object] = partial(key.eager, values)
-                else:
-                    captured = key.captured[at]
-                    Inputs(values, call.sizes, captured.padded).load(key.arena)
-                    run = captured.step.replay
-                measured[n][at] = median_ms(run, steps.device)
+                captured = key.captured.get(at)
+                runs[at] = partial(key.eager, values) if captured is None else captured.step.replay
+                loads[at] = (lambda: None) if captured is None else partial(Inputs(values, call.sizes, captured.padded).load, key.arena)
+            eager_ms = dispatcher.eager_ms(key.text, n, context)
+            if picks[n][0] != "eager" and eager_ms is not None and decision.ms is not None and eager_ms > _FAR * decision.ms:
+                del runs["eager", n]
+            measured[n] = interleaved_ms(runs, steps.device, prepare=lambda at, loads=loads: loads[at]())  # type: ignore[misc]
     return regret(picks, measured)
 
 
@@ -226,6 +252,7 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
             nbytes = sum(c.step.nbytes for (_, s), c in key.captured.items() if s == size)
             eager, piecewise, full = (ms.get((key.text, mode, size)) for mode in ("eager", "piecewise", "full"))
             plan.rows.append(PlanRow(key.text, size, eager, piecewise, full, shown, nbytes))
+    plan.remarks += _other_picks(steps, dispatcher, sizes)
     if earlier := Counter(c.step.proved_on[:10] for key in steps.keys.values() for c in key.captured.values() if c.step.proved_on):
         days = ", ".join(f"{count} on {day}" for day, count in sorted(earlier.items()))
         plan.remarks.append(
@@ -237,6 +264,21 @@ def make_plan(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, It
     plan.graph_bytes = steps.pool.nbytes()
     plan.arena_bytes = sum(key.arena.nbytes for key in steps.keys.values())
     return plan
+
+
+def _other_picks(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, Iterable[int]]) -> list[str]:
+    """Where another context makes another pick than the plan's rows show."""
+    lines = []
+    for context in dispatcher.table.other_contexts:
+        for host, list_ in sizes.items():
+            text, differ = steps.keys[host].text, []
+            for size in sorted(list_):
+                here, usual = (dispatcher.decide(text, {steps.binding.token: size}, brief=True, context=c) for c in (context, None))
+                if (here.mode, here.size) != (usual.mode, usual.size):
+                    differ.append(f"{size} ({here.mode}{'' if here.size == size else f'@{here.size}'})")
+            if differ:
+                lines.append(f"{text}: at a context of {context} other picks at {', '.join(differ)}".removeprefix("-: "))
+    return lines
 
 
 def warm_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,53 @@ def test_timing_interleaves_and_takes_the_median() -> None:
 def test_regret_compares_the_pick_with_the_best() -> None:
     rows = regret({4: ("full", 8)}, {4: {("full", 8): 1.1, ("eager", 4): 1.0}})
     assert rows[0]["best"] == ("eager", 4) and rows[0]["regret"] == pytest.approx(0.1)
+
+
+def by_context() -> Dispatcher:
+    """Full wins at short contexts, piecewise at long ones, eager at very long ones."""
+    d = dispatcher({("full", 8): 1.0, ("piecewise", 8): 2.0}, {8: 9.0})
+    d.table.set_contexts([1024, 128, 8192, 65536])
+    d.table.ms = {(KEY, "full", 8): 1.0, (KEY, "piecewise", 8): 2.0, (KEY, "eager", 8): 9.0}
+    d.table.other_contexts[128] = {(KEY, "full", 8): 0.5, (KEY, "piecewise", 8): 1.5}
+    d.table.other_contexts[8192] = {(KEY, "full", 8): 6.0, (KEY, "piecewise", 8): 4.0}
+    d.table.other_contexts[65536] = {(KEY, "full", 8): 60.0, (KEY, "piecewise", 8): 40.0, (KEY, "eager", 8): 39.0}
+    return d
+
+
+@pytest.mark.parametrize(
+    ("context", "mode", "ms", "nearest"),
+    [
+        (None, "full", 1.0, 1024), (0, "full", 0.5, 128), (200, "full", 0.5, 128), (400, "full", 1.0, 1024), (2800, "full", 1.0, 1024),
+        (3000, "piecewise", 4.0, 8192), (100_000, "eager", 39.0, 65536),
+    ],
+)  # fmt: skip
+def test_the_pick_follows_the_context_of_the_step(context: int | None, mode: str, ms: float, nearest: int) -> None:
+    d = by_context()
+    for decision in (d.dispatch(KEY, {"tokens": 8, "seqs": 1}, context=context), d.decide(KEY, {"tokens": 8, "seqs": 1}, context=context)):
+        assert (decision.mode, decision.ms, decision.context) == (mode, ms, nearest)
+        assert f"{ms:.3f} ms at a context of {nearest}" in str(decision)
+
+
+def test_eager_that_was_not_timed_at_a_context_counts_as_at_the_usual_one() -> None:
+    d = by_context()
+    assert d.eager_ms(KEY, 8, 8192) == 9.0 and d.eager_ms(KEY, 8, 65536) == 39.0
+    costs = [a.ms for a in d.decide(KEY, {"tokens": 8, "seqs": 1}, context=8192).alternatives if a.mode == "eager"]
+    assert costs == [9.0]
+
+
+def test_costs_of_contexts_are_kept_across_starts(tmp_path: Path) -> None:
+    table = by_context().table
+    table.save(tmp_path / "costs.json")
+    loaded, _ = CostTable.load(tmp_path / "costs.json", {})
+    assert loaded is not None
+    assert loaded.context == 1024 and loaded.ms == table.ms and loaded.other_contexts == table.other_contexts
+    loaded.set_contexts([1024, 8192])  # what is no longer asked for is dropped, what is left needs no new measurement
+    assert loaded.other_contexts == {8192: table.other_contexts[8192]} and loaded.ms == table.ms
+    loaded.set_contexts([128])
+    assert loaded.ms == {} and loaded.other_contexts == {} and loaded.context == 128
+
+
+def test_preparation_of_a_call_is_not_timed() -> None:
+    order: list[str] = []
+    times = interleaved_ms({"a": lambda: order.append("run")}, torch.device("cpu"), repeats=2, prepare=lambda name: time.sleep(0.02))
+    assert len(order) == 3 and times["a"] < 10

@@ -13,6 +13,7 @@ import torch
 from graph_toys import level_costs, make
 from torch import nn
 
+from runtime import warmup
 from runtime.outputs import StaleOutputError
 
 MODES = ("full", "piecewise", "eager", "auto")
@@ -476,3 +477,51 @@ def test_module_that_keeps_a_count_of_its_own_is_captured(device: torch.device) 
         fast(torch.rand(4, device=device))
     assert module.count.item() == before + 3
     assert fast.stats()["steps"]["full"] == {4: 3} and fast.stats()["graph_bytes"] == captured
+
+
+def test_sizes_are_timed_at_each_context_and_calls_are_decided_by_theirs(device: torch.device, tmp_path: Path) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def make_inputs(size: int, key: dict[str, Any], *context: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        asked.append((size, *context))
+        return toys.step(size, device), {}
+
+    fast = make(toys.Layers().to(device), cost_table=str(tmp_path / "costs.json"))
+    fast.warmup(make_inputs=make_inputs, contexts=[1024, 64])
+    assert {(size, 64) for size in (2, 4, 8)} <= set(asked) and {(2,), (4,), (8,)} <= set(asked)
+    table = fast._dispatcher.table  # type: ignore[union-attr]
+    assert {(mode, size) for _, mode, size in table.other_contexts[64]} >= {(m, s) for m in ("full", "piecewise") for s in (2, 4, 8)}
+    level_costs(fast)
+    table.other_contexts[64] = {("-", "full", size): 9.0 for size in (2, 4, 8)} | {("-", "piecewise", size): 0.1 for size in (2, 4, 8)}
+    table.ms |= {("-", "eager", size): 20.0 for size in (2, 4, 8)}
+    fast._dispatcher.changed()  # type: ignore[union-attr]
+    call = toys.step(4, device)
+    assert close(fast(*call), fast.at(60)(*call))
+    assert fast.explain(*call).mode == "full" and fast.at(60).explain(*call).mode == "piecewise"
+    assert fast.stats()["steps"]["piecewise"] and fast.stats()["steps"]["full"]
+    rows = fast.regret([4], context=64)["-"]
+    assert rows[0]["pick"][0] == "piecewise"
+    with pytest.raises(ValueError, match=r"context: expected one of \[1024, 64\].*got 5"):
+        fast.regret([4], context=5)
+    with pytest.raises(ValueError, match="contexts: expected positive numbers, and make_inputs"):
+        fast.warmup(*call, contexts=[3])
+
+
+def test_the_plan_says_where_another_context_picks_otherwise(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"full": 5.0, "piecewise": 1.0, "eager": 9.0}
+    usual = {"full": 1.0, "piecewise": 2.0, "eager": 9.0}
+    seen: list[int] = []
+
+    def timed(runs: dict[str, Any], device: torch.device) -> dict[str, float]:
+        return {mode: (long if seen[-1] else usual)[mode] for mode in runs}
+
+    def make_inputs(size: int, key: dict[str, Any], *context: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        seen.append(len(context))
+        return toys.step(size, device), {}
+
+    monkeypatch.setattr(warmup, "interleaved_ms", timed)
+    fast = make(toys.Layers().to(device))
+    plan = fast.warmup(make_inputs=make_inputs, contexts=[16, 4096])
+    assert "at a context of 4096 other picks at 2 (piecewise), 4 (piecewise), 8 (piecewise)" in plan.remarks
+    table = fast._dispatcher.table  # type: ignore[union-attr]
+    assert not any(mode == "eager" for _, mode, _ in table.other_contexts[4096]), "far from the cheapest: not timed again"
