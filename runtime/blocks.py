@@ -20,9 +20,16 @@ def root_digest(salt: bytes) -> bytes:
     return blake2b(salt, digest_size=16, person=b"kv-page-root").digest()
 
 
-def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """128 bits, not Python's ``hash``: a collision would show one request another's context."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+def page_digests(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """The digests of the pages that ``tokens`` fill, each with the one before it as its parent.
+
+    128 bits, not Python's ``hash``: a collision would show one request another's context.
+    """
+    data, width, digests = array("q", tokens).tobytes(), 8 * page_size, []
+    for start in range(0, len(data), width):
+        parent = blake2b(parent + data[start : start + width], digest_size=16).digest()
+        digests.append(parent)
+    return digests
 
 
 class BlockManager:
@@ -59,10 +66,14 @@ class BlockManager:
         needed = self.pages_needed(num_tokens, len(pages))
         if needed > self.num_available:
             return False
-        for _ in range(needed):
-            page = self._free.pop() if self._free else self._evict()
-            self._refs[page] = 1
-            pages.append(page)
+        if needed:
+            free, refs = self._free, self._refs
+            taken = free[: -needed - 1 : -1]  # from the top of the stack
+            del free[-needed:]
+            taken += [self._evict() for _ in range(needed - len(taken))]
+            for page in taken:
+                refs[page] = 1
+            pages += taken
         return True
 
     def release(self, pages: list[int]) -> None:

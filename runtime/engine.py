@@ -232,7 +232,7 @@ class Engine:
         with self._failing(step):
             tokens = self.runner.read(launched)
         self._totals["steps"] += 1
-        self._totals["prompt_tokens"] += sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1 or chunk.num_generated == 0)
+        self._totals["prompt_tokens"] += sum([count for _, _, count, _, generated in step.rows if count > 1 or generated == 0])
         for request in self.scheduler.complete(step, tokens):
             self._totals["generated_tokens"] += 1
             self._deliver(self._answers[request.number])

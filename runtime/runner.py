@@ -175,10 +175,10 @@ class Runner:
         if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
         arguments = self.arguments(step)
-        context = int(arguments["seq_lens"].sum()) // len(step.chunks)
+        context = int(arguments["seq_lens"].sum()) // len(step.rows)
         tokens = self.steps.at(context)(**arguments)
-        self.module.last_tokens[: len(step.chunks)].copy_(tokens)
-        self._source_row = {chunk.request.number: row for row, chunk in enumerate(step.chunks) if chunk.samples}
+        self.module.last_tokens[: len(step.rows)].copy_(tokens)
+        self._source_row = {each[0].number: row for row, each in enumerate(step.rows) if each[3]}
         if self.device.type != "cuda":
             return Launched(tokens, None)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
@@ -207,7 +207,7 @@ class Runner:
         ids: list[int] = []
         unknown: list[int] = []  # positions of tokens that a step in flight is still sampling, and where they will be
         source_rows: list[int] = []
-        for request, start, count, _, num_generated in step.chunks:
+        for request, start, count, _, num_generated in step.rows:
             row, pages, tokens = request.row, request.pages, request.tokens
             if self._table_pages[row] is not pages or self._table_filled[row] != len(pages):
                 self._fill_row(request)

@@ -16,11 +16,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from runtime.admission import AnswerLengths, peak_tokens
-from runtime.blocks import BlockManager, page_digest, root_digest
+from runtime.blocks import BlockManager, page_digests, root_digest
 from runtime.config import RuntimeConfig
 from runtime.costs import INF, StepCosts
 from runtime.policy import CheapestPerToken, Composition, Load, fill_budget
@@ -39,20 +38,27 @@ class Chunk(NamedTuple):
     num_generated: int  # tokens of the answer before this one: the step number of the random draw
 
 
-_chunk: Callable[[tuple[Request, int, int, bool, int]], Chunk] = partial(tuple.__new__, Chunk)  # half the time of Chunk(…)
+Row = tuple[Request, int, int, bool, int]
+"""A chunk's fields without their names: making hundreds of ``Chunk``s would be a good part of a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    chunks: tuple[Chunk, ...]
+    """rows: the fields of its chunks."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(map(Chunk._make, self.rows))
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([row[2] for row in self.rows])
 
     @property
     def max_query_len(self) -> int:
-        return max(chunk.num_tokens for chunk in self.chunks)
+        return max([row[2] for row in self.rows])
 
 
 class Scheduler:
@@ -121,6 +127,8 @@ class Scheduler:
         # The last sampled token is never run, so it needs no page: an answer may end one token past the context.
         request.token_limit = min(length + request.params.max_tokens, self.max_context + 1)
         request.arrived_ms = self.clock_ms
+        if pages.prefix_cache:  # now, so that no step waits for it
+            self._extend_digests(request, (length - 1) // pages.page_size)
         self.waiting.append(request)
         self.waiting_tokens += length
 
@@ -131,17 +139,18 @@ class Scheduler:
             self._stale = False
         admitting = bool(self.waiting and self._rows and not self._blocked)
         decode, allowance = self._compose(admitting) if admitting or self._prefilling else (True, 0)
-        chunks: list[Chunk] = []
+        chunks: list[Row] = []
         preempted = self._give_decodes(chunks) if decode else False
         if preempted is None:
             return None
-        num_decodes = len(chunks)
+        num_tokens = len(chunks)
         if allowance > 0:
-            self._give_prompts(chunks, allowance, admitting and not preempted)
+            num_tokens += self._give_prompts(chunks, allowance, admitting and not preempted)
             if not chunks and not decode:  # the waiting request that was to run alone is not admitted
                 decode, preempted = True, self._give_decodes(chunks)
                 if preempted is None:
                     return None
+                num_tokens = len(chunks)
         if not chunks:
             assert self.steps_in_flight or not self.has_work, "requests wait, nothing runs, and nothing is in flight"
             return None
@@ -149,18 +158,17 @@ class Scheduler:
         self._skipped = not decode
         step = Step(tuple(chunks))
         if self.table is not None:
-            tokens = step.num_tokens if len(chunks) > num_decodes else num_decodes
-            ms = self.table.ms(tokens, tokens > len(chunks))
+            ms = self.table.ms(num_tokens, num_tokens > len(chunks))
             if ms < INF:  # a lazily captured plan has no costs yet
                 self.clock_ms += ms + self.table.kv_ms * self._context
         return step
 
     def complete(self, step: Step, tokens: Sequence[int]) -> list[Request]:
         """Take back a step that has run, with one token per chunk. Returns the requests that got a token, in the step's order."""
-        assert len(tokens) == len(step.chunks), "one token per chunk is expected"
+        assert len(tokens) == len(step.rows), "one token per chunk is expected"
         self.steps_in_flight -= 1
         grown, page_size = [], self.blocks.page_size
-        for (request, start, count, samples, _), token in zip(step.chunks, tokens, strict=True):
+        for (request, start, count, samples, _), token in zip(step.rows, tokens, strict=True):
             request.steps_in_flight -= 1
             request.num_sampling -= samples
             if request.finish_reason is not None:  # it ended while this step was in flight: the token is not part of the answer
@@ -183,14 +191,14 @@ class Scheduler:
         """Take back a step that failed: what it wrote is unknown, so its requests end with ``error``. Returns them."""
         self.steps_in_flight -= 1
         failed = []
-        for chunk in step.chunks:
-            chunk.request.steps_in_flight -= 1
-            chunk.request.num_sampling -= chunk.samples
-            if chunk.request.finish_reason is None:
-                self.finish(chunk.request, "error")
-                failed.append(chunk.request)
+        for request, _, _, samples, _ in step.rows:
+            request.steps_in_flight -= 1
+            request.num_sampling -= samples
+            if request.finish_reason is None:
+                self.finish(request, "error")
+                failed.append(request)
             else:
-                self._release_if_idle(chunk.request)
+                self._release_if_idle(request)
         return failed
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -232,10 +240,10 @@ class Scheduler:
         assert chosen.decode or not self._skipped, "a policy must not leave the decodes out twice in a row"
         return chosen
 
-    def _give_decodes(self, chunks: list[Chunk]) -> bool | None:
+    def _give_decodes(self, chunks: list[Row]) -> bool | None:
         """One token of every running request that needs one. True: others were preempted. None: a step in flight must land first.
 
-        With hundreds of requests this loop is the scheduler's time, so it makes its chunks itself.
+        With hundreds of requests this loop is the scheduler's time.
         """
         running, page_size, append = self.running, self.blocks.page_size, chunks.append
         preempted = False
@@ -244,7 +252,7 @@ class Scheduler:
             length = len(request.tokens) + request.num_sampling
             if length != start + 1 or request.exhausted:
                 continue
-            if start == len(request.pages) * page_size:
+            if not start % page_size and start == len(request.pages) * page_size:
                 fits, victims = self._grow(request, length)
                 if fits is None:
                     self._take_back(chunks)
@@ -258,28 +266,31 @@ class Scheduler:
             if length + 1 >= request.token_limit:
                 request.exhausted = True
                 self._exhausted += 1
-            append(_chunk((request, start, 1, True, length - request.num_prompt)))
+            append((request, start, 1, True, length - request.num_prompt))
         return preempted
 
-    def _give_prompts(self, chunks: list[Chunk], allowance: int, admitting: bool) -> None:
-        """Prompt tokens, in order of arrival: of running requests, then of waiting ones. Their pages come with the admission."""
+    def _give_prompts(self, chunks: list[Row], allowance: int, admitting: bool) -> int:
+        """Prompt tokens, in order of arrival: of running requests, then of waiting ones. Their pages come with the admission.
+        Returns how many."""
+        left = allowance
         for request in self._prefilling:
-            if allowance > 0 and request.row >= 0:  # not preempted for a decode of this step
-                count = min(request.num_to_run, allowance)
+            if left > 0 and request.row >= 0:  # not preempted for a decode of this step
+                count = min(request.num_to_run, left)
                 chunks.append(self._give(request, count))
-                allowance -= count
-        while admitting and self.waiting and self._rows and allowance > 0:
+                left -= count
+        while admitting and self.waiting and self._rows and left > 0:
             if not self._admit(self.waiting[0]):
                 self._blocked = True
                 break
             request = self.waiting.popleft()
             self.running.append(request)
             self._prefilling.append(request)
-            count = min(request.num_to_run, allowance)
+            count = min(request.num_to_run, left)
             chunks.append(self._give(request, count))
-            allowance -= count
+            left -= count
+        return allowance - left
 
-    def _give(self, request: Request, count: int) -> Chunk:
+    def _give(self, request: Request, count: int) -> Row:
         """Put the request's next ``count`` prompt tokens into a step."""
         start, length = request.num_scheduled, len(request.tokens) + request.num_sampling
         samples = start + count == length
@@ -290,9 +301,9 @@ class Scheduler:
             request.exhausted = True
             self._exhausted += 1
         self._stale = True
-        return Chunk(request, start, count, samples, length - request.num_prompt)
+        return request, start, count, samples, length - request.num_prompt
 
-    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+    def _take_back(self, chunks: Sequence[Row]) -> None:
         """Undo the decodes of a step that does not come about; the pages stay for the next one."""
         for request, start, _, _, _ in chunks:
             request.num_scheduled = start
@@ -377,10 +388,9 @@ class Scheduler:
 
     def _extend_digests(self, request: Request, count: int) -> None:
         digests, size = request.digests, self.blocks.page_size
-        parent = digests[-1] if digests else root_digest(request.salt)
-        for page in range(len(digests), count):
-            parent = page_digest(parent, request.tokens[page * size : (page + 1) * size])
-            digests.append(parent)
+        if len(digests) < count:
+            parent = digests[-1] if digests else root_digest(request.salt)
+            digests += page_digests(parent, request.tokens[len(digests) * size : count * size], size)
 
     def _register_pages(self, request: Request) -> None:
         full = request.num_computed // self.blocks.page_size

@@ -117,7 +117,7 @@ def simulate(
         ms = _count(outcome, step, table)
         now += ms
         outcome.running_sum += len(scheduler.running)
-        tokens = [_STOP if chunk.num_generated + 1 >= live[chunk.request.number].generated else _GO_ON for chunk in step.chunks]
+        tokens = [_STOP if num_generated + 1 >= live[request.number].generated else _GO_ON for request, _, _, _, num_generated in step.rows]
         for request in scheduler.complete(step, tokens):
             live[request.number].token(now, outcome)
             if request.finish_reason is not None:
@@ -125,7 +125,7 @@ def simulate(
         if every and outcome.steps % every == 0:
             blocks = scheduler.blocks
             held = blocks.usable_pages - blocks.num_available
-            size = sum(chunk.num_tokens for chunk in step.chunks)
+            size = step.num_tokens
             outcome.samples.append(Sample(now / 1e3, len(scheduler.running), len(scheduler.waiting), held, ms, size))
     outcome.seconds = now / 1e3
     outcome.preemptions, outcome.cached_tokens = scheduler.preemptions, scheduler.cached_tokens
@@ -143,7 +143,7 @@ def _count(outcome: Outcome, step: Step, table: StepCosts) -> float:
     """Add a step to the totals; its time in ms."""
     tokens = context = pairs = 0
     prompts = False
-    for _, start, count, _, num_generated in step.chunks:
+    for _, start, count, _, num_generated in step.rows:
         tokens += count
         if count > 1 or num_generated == 0:
             outcome.prompt_tokens += count

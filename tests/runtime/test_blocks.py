@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.blocks import BlockManager, page_digest, root_digest
+from runtime.blocks import BlockManager, page_digests, root_digest
 
 
 def digests_of(tokens: list[int], page_size: int, salt: bytes = b"") -> list[bytes]:
-    chain = [root_digest(salt)]
-    for start in range(0, len(tokens) // page_size * page_size, page_size):
-        chain.append(page_digest(chain[-1], tokens[start : start + page_size]))
-    return chain[1:]
+    return page_digests(root_digest(salt), tokens[: len(tokens) // page_size * page_size], page_size)
+
+
+def test_digests_made_at_once_are_those_made_page_by_page() -> None:
+    tokens = list(range(40))
+    chain = [root_digest(b"a")]
+    for start in range(0, 40, 8):
+        chain += page_digests(chain[-1], tokens[start : start + 8], 8)
+    assert page_digests(root_digest(b"a"), tokens, 8) == chain[1:] and len(set(chain)) == 6
 
 
 def fill(blocks: BlockManager, tokens: list[int], salt: bytes = b"") -> list[int]:

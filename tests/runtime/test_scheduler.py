@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.schedule_time import measure
 from runtime.blocks import BlockManager
 from runtime.costs import StepCosts
 from runtime.plan import PlanRow
@@ -458,3 +459,11 @@ def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
             break
     assert not rig.scheduler.has_work and all(request.finish_reason is not None for request in rig.requests)
     rig.check_end()
+
+
+@pytest.mark.parametrize("policy", ["static", "cost"])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_decision_for_256_requests_is_quick(policy: str, waiting: bool) -> None:
+    """The target is 100 us on a free core (bench/schedule_time.py measures it); the bound leaves room for a busy test machine."""
+    row = measure(policy, 256, waiting, steps=60)
+    assert row["decide_us"]["p50"] < 400
