@@ -1,42 +1,55 @@
-"""Causal prefill over a paged cache against cuDNN SDPA on contiguous tensors and compiled FlexAttention, in one run.
+"""Causal prefill over a paged cache: the Gluon kernel and its plain-Triton twin against cuDNN SDPA on contiguous tensors and compiled
+FlexAttention, in one run.
 
-    python bench/attention_prefill.py [--cases rows,chunked,mixed] [--sweep] [--no-peers]
+    python bench/attention_prefill.py [--cases rows,dims,mha,chunked,mixed] [--pages 16,64] [--sweep] [--no-peers] [--name FILE]
 
-Each case is checked against the oracle first; a wrong one is not timed. FLOPs: 4 · dim · heads · (query, key) pairs that are seen.
+Each result is checked against the oracle first; a wrong one is not timed. The results file is written after each case.
+FLOPs: 4 · dim · heads · (query, key) pairs that are seen.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.attention_common import Batch, capture, interleaved, make_batch, relative_error, save
-from tkernels.attention._inputs import check_inputs
+from tkernels._target import target_of
+from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.prefill import prefill
+from tkernels.attention.prefill_sm90 import prefill_sm90, refusal
 from tkernels.attention.ref import paged_attention_ref
 
+Call = Callable[[int], torch.Tensor]
+
 ROWS = [(8, 1024), (4, 4096), (2, 8192), (1, 16384)]
-CHUNKS = [(2048, 16384), (512, 8192), (2048, 131072)]  # query tokens, keys
+CHUNKS = [(512, 8192), (2048, 8192), (512, 32768), (2048, 32768)]  # query tokens, cached prefix
+FEW = [(8, 1024), (4, 4096), (1, 16384)]  # for other shapes
+DIMS = [{"dim": 64}, {"dim": 256, "heads": 16, "kv_heads": 4}]
+MHA = {"heads": 32, "kv_heads": 32}
+CALLS = 10  # in a graph
 _SWEEP = {
     f"{m}x{n}w8s{stages}": PrefillTiles(block_m=m, block_n=n, num_warps=8, num_stages=stages, maxnreg=registers)
     for m, n, stages, registers in ((128, 64, 3, None), (128, 32, 2, 128), (128, 32, 3, 128), (128, 32, 4, 128), (128, 128, 2, None))
 }
 
 
-def ours(batch: Batch, tiles: PrefillTiles | None = None, with_decode: bool = False, **keywords: Any) -> Any:
+def checked(batch: Batch, i: int) -> Inputs:
+    return check_inputs(*batch.arguments(i), batch.q.shape[-1] ** -0.5, True, 0, 0.0, None, None, None, 1.0)
+
+
+def ours(batch: Batch, launch: Callable[..., Any], with_decode: bool = False, **keywords: Any) -> Call:
     out = torch.full_like(batch.q, float("nan"))
 
     def call(i: int) -> torch.Tensor:
-        inputs = check_inputs(
-            *batch.arguments(i), batch.q.shape[-1] ** -0.5, True, keywords.get("window", 0), keywords.get("softcap", 0.0), None,
-            keywords.get("k_scale"), keywords.get("v_scale"), 1.0,
-        )  # fmt: skip
-        prefill(inputs, out, None, QUERY_LEN + 1, tiles)
+        inputs = checked(batch, i)
+        launch(inputs, out, None, QUERY_LEN + 1, **keywords)
         if with_decode:
             decode(inputs, out, None, QUERY_LEN)
         return out
@@ -44,11 +57,21 @@ def ours(batch: Batch, tiles: PrefillTiles | None = None, with_decode: bool = Fa
     return call
 
 
-def check(batch: Batch, call: Any, **keywords: Any) -> float:
+def launchers(batch: Batch) -> dict[str, Callable[..., Any]]:
+    """Our kernels that take this batch."""
+    problem = refusal(checked(batch, 0), batch.q, target_of(batch.q.device).arch)
+    if problem:
+        print(f"not gluon: {problem}", flush=True)
+        return {"twin": prefill}
+    return {"gluon": prefill_sm90, "twin": prefill}
+
+
+def error_of(batch: Batch, call: Call) -> float:
     """Against the oracle in fp32, on the last queries of the first and the last sequence and on the first ones of the first."""
     out = call(0).clone()
+    if out.dim() == 4:
+        out = rearrange(out, "b h s d -> (b s) h d")
     q, k, v, table, lens, starts = batch.arguments(0)
-    keywords = {**keywords, "window": keywords.get("window") or None}
     worst = 0.0
     for s, tail in ((0, True), (0, False), (len(lens) - 1, True)):
         first, last, length = int(starts[s]), int(starts[s + 1]), int(lens[s])
@@ -57,88 +80,123 @@ def check(batch: Batch, call: Any, **keywords: Any) -> float:
         keys = length if tail else length - (last - first) + rows
         part = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
         expected, _ = paged_attention_ref(
-            q[rows_at].float(), k, v, table[s : s + 1], lens.new_tensor([keys]), part, scale=q.shape[-1] ** -0.5, **keywords
+            q[rows_at].float(), k, v, table[s : s + 1], lens.new_tensor([keys]), part, scale=q.shape[-1] ** -0.5
         )
         worst = max(worst, relative_error(out[rows_at], expected))
     assert worst < 6e-3, f"wrong: relative error {worst:.2e}"
     return worst
 
 
-def peers(batch: int, length: int) -> dict[str, Any]:
+def peers(batch: Batch, flex: bool) -> dict[str, Call]:
+    """On the same values, contiguous: sequences of one length that are all queries."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q = torch.randn((batch, 32, length, 128), device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn((batch, 8, length, 128), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    count, length = len(batch.seq_lens), int(batch.seq_lens[0])
+    q = rearrange(batch.q, "(b s) h d -> b h s d", b=count).contiguous()
+    table = batch.tables[0].long()
+    k, v = (rearrange(cache[table], "b p s h d -> b h (p s) d")[:, :, :length].contiguous() for cache in (batch.k_cache, batch.v_cache))
 
     def cudnn(_: int) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return {"cudnn": cudnn, "flex": lambda _: compiled(q, k, v, block_mask=mask, enable_gqa=True)}
+    found: dict[str, Call] = {"cudnn": cudnn}
+    if flex:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+        compiled = torch.compile(flex_attention, dynamic=False)
+        found["flex"] = lambda _: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+    return found
 
 
-def run_case(name: str, lens: list[int], query_lens: list[int], others: dict[str, Any], sweep: dict[str, PrefillTiles],
-             cache_dtype: torch.dtype = torch.bfloat16, page_size: int = 16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
-    batch = make_batch(lens, query_lens, cache_dtype=cache_dtype, page_size=page_size)
-    calls = {"ours": ours(batch, **keywords)} | {label: ours(batch, tiles, **keywords) for label, tiles in sweep.items()}
-    errors = {}
-    for label, call in list(calls.items()):
+def run_case(
+    name: str, lens: list[int], query_lens: list[int], options: argparse.Namespace, *, against: str = "", page_size: int = 16, **shape: int
+) -> dict[str, Any]:
+    """against: "" no peers, "cudnn", or "flex" for both."""
+    batch = make_batch(lens, query_lens, page_size=page_size, **shape)
+    calls = {label: ours(batch, launch) for label, launch in launchers(batch).items()}
+    if options.sweep:
+        calls |= {label: ours(batch, prefill, tiles=tiles) for label, tiles in _SWEEP.items()}
+    if against and not options.no_peers:
+        calls |= peers(batch, against == "flex")
+    errors, graphs = {}, {}
+    for label, call in calls.items():
         try:
-            errors[label] = check(batch, call, **keywords)
+            errors[label] = error_of(batch, call)
+            graphs[label] = capture(call, CALLS)
         except Exception as error:
-            if label == "ours":
+            if label in ("gluon", "twin"):
                 raise
             print(f"{name} {label}: {type(error).__name__} {str(error)[:120]}", flush=True)
-            del calls[label]
-    calls |= others
     pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in zip(query_lens, lens, strict=True))
-    graphs = {label: capture(call, 10) for label, call in calls.items()}
-    times = interleaved(graphs, 10, rounds=5)
-    rates = {label: 4 * 128 * 32 * pairs / us / 1e6 for label, us in times.items()}
-    print(f"{name:>22} TFLOP/s " + "  ".join(f"{label} {rate:.0f}" for label, rate in rates.items()), flush=True)
-    return {"case": name, "us": times, "tflops": rates, "error": errors}
-
-
-def run_mixed() -> dict[str, Any]:
-    """63 decode rows and one chunk of 449 tokens in one launch set, against the two apart."""
-    both = make_batch([2048] * 64, [1] * 63 + [449])
-    rows, chunk = make_batch([2048] * 63, [1] * 63), make_batch([2048], [449])
-    out = torch.empty_like(rows.q)
-
-    def decode_rows(i: int) -> None:
-        decode(check_inputs(*rows.arguments(i), 128**-0.5, True, 0, 0.0, None, None, None, 1.0), out, None, 1)
-
-    calls = {"together": ours(both, with_decode=True), "rows": decode_rows, "chunk": ours(chunk)}
-    times = interleaved({label: capture(call, 10) for label, call in calls.items()}, 10)
+    times = interleaved(graphs, CALLS, rounds=5)
+    rates = {label: 4 * batch.q.shape[2] * batch.q.shape[1] * pairs / us / 1e6 for label, us in times.items()}
     print(
-        "mixed us",
-        {label: round(us, 1) for label, us in times.items()},
-        f"ratio {times['together'] / (times['rows'] + times['chunk']):.2f}",
-    )
-    return {"case": "mixed", "us": times}
+        f"{name:>24} page {page_size:<3} TFLOP/s " + "  ".join(f"{label} {rate:.0f}" for label, rate in rates.items())
+        + "   error " + "  ".join(f"{label} {error:.2e}" for label, error in errors.items()), flush=True,
+    )  # fmt: skip
+    return {"case": name, "page_size": page_size, **shape, "us": times, "tflops": rates, "error": errors}
+
+
+def run_mixed(chunks: list[int], rows: int, length: int) -> dict[str, Any]:
+    """Decode rows and prefill chunks in one call, against the two apart."""
+    both = make_batch([length] * (rows + len(chunks)), [1] * rows + chunks)
+    alone, chunk = make_batch([length] * rows, [1] * rows), make_batch([length] * len(chunks), chunks)
+    out = torch.empty_like(alone.q)
+
+    def decode_rows(i: int) -> torch.Tensor:
+        decode(checked(alone, i), out, None, 1)
+        return out
+
+    calls: dict[str, Call] = {"rows": decode_rows}
+    for label, launch in launchers(both).items():
+        calls[f"{label} together"] = ours(both, launch, with_decode=True)
+        calls[f"{label} chunk"] = ours(chunk, launch)
+        error_of(both, calls[f"{label} together"])
+    times = interleaved({label: capture(call, CALLS) for label, call in calls.items()}, CALLS)
+    ratios = {label: times[f"{label} together"] / (times["rows"] + times[f"{label} chunk"]) for label in launchers(both)}
+    name = f"{rows} rows + {chunks}"
+    print(
+        f"{name:>24} us " + "  ".join(f"{label} {us:.1f}" for label, us in times.items())
+        + "   together / apart " + "  ".join(f"{label} {ratio:.2f}" for label, ratio in ratios.items()), flush=True,
+    )  # fmt: skip
+    return {"case": f"mixed {name} at {length}", "us": times, "ratio": ratios}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="rows,chunked,mixed")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--cases", default="rows,dims,mha,chunked,mixed")
+    parser.add_argument("--pages", default="16,64")
+    parser.add_argument("--sweep", action="store_true", help="tile sizes of the plain Triton kernel too")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--name", default="attention_prefill")
     options = parser.parse_args()
-    sweep = _SWEEP if options.sweep else {}
+    cases = options.cases.split(",")
+    pages = [int(page) for page in options.pages.split(",")]
     torch.manual_seed(0)
-    results = []
-    if "rows" in options.cases:
-        for b, n in ROWS:
-            results.append(run_case(f"{b} x {n}", [n] * b, [n] * b, {} if options.no_peers else peers(b, n), sweep))
-    if "chunked" in options.cases:
-        for q, n in CHUNKS:
-            results.append(run_case(f"{q} on {n}", [n], [q], {}, sweep))
-    if "mixed" in options.cases:
-        results.append(run_mixed())
-    save(options.name, results)
+    results: list[dict[str, Any]] = []
+
+    def add(result: dict[str, Any]) -> None:
+        results.append(result)
+        save(options.name, results)
+
+    if "rows" in cases:
+        for page in pages:
+            for b, n in ROWS:
+                add(run_case(f"{b} x {n}", [n] * b, [n] * b, options, against="flex" if page == pages[0] else "cudnn", page_size=page))
+    if "dims" in cases:
+        for shape in DIMS:
+            for b, n in FEW:
+                add(run_case(f"{b} x {n} dim {shape['dim']}", [n] * b, [n] * b, options, against="cudnn", **shape))
+    if "mha" in cases:
+        for b, n in FEW:
+            add(run_case(f"{b} x {n} MHA", [n] * b, [n] * b, options, against="cudnn", **MHA))
+    if "chunked" in cases:
+        for page in pages:
+            for q, prefix in CHUNKS:
+                add(run_case(f"{q} on {prefix}", [prefix + q], [q], options, page_size=page))
+    if "mixed" in cases:
+        add(run_mixed([449], 63, 2048))
+        add(run_mixed([1000, 500, 300, 120], 128, 2048))
 
 
 if __name__ == "__main__":

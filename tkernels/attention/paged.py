@@ -10,6 +10,8 @@ import torch
 
 from tkernels import _checks
 from tkernels._op import define
+from tkernels._target import target_of
+from tkernels.attention import prefill_sm90
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.prefill import prefill
@@ -38,7 +40,10 @@ def _attend(
             lse.fill_(float("-inf"))
         return
     if max_query_len > QUERY_LEN:  # first: its programs run longest
-        prefill(inputs, out, lse, QUERY_LEN + 1)
+        if prefill_sm90.ENABLED and prefill_sm90.refusal(inputs, out, target_of(out.device).arch) is None:
+            prefill_sm90.prefill_sm90(inputs, out, lse, QUERY_LEN + 1)
+        else:
+            prefill(inputs, out, lse, QUERY_LEN + 1)
     decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
 
 

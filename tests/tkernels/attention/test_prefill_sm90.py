@@ -1,0 +1,362 @@
+"""The Gluon prefill kernel. On the CPU: which calls it takes, and that it compiles without spills. On a GPU: against the oracle.
+
+A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.test_batches import part
+from tests.tkernels.attention.test_values import attend
+from tkernels.attention import paged, prefill_sm90
+from tkernels.attention._inputs import Inputs, check_inputs
+
+ROOT = Path(__file__).parents[3]
+SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+gpu = pytest.mark.gpu
+
+
+# ---- which calls it takes
+
+
+def call(page_size: int = 16, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> Inputs:
+    q = torch.zeros((32, 4, dim), dtype=dtype)
+    cache = torch.zeros((4, page_size, 2, dim), dtype=dtype)
+    arguments: dict[str, Any] = dict(q=q, k_cache=cache, v_cache=cache.clone(), window=0, softcap=0.0, k_scale=None) | keywords
+    return check_inputs(
+        arguments["q"], arguments["k_cache"], arguments["v_cache"], torch.zeros((1, 2), dtype=torch.int32),
+        torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), 0.1, True, arguments["window"],
+        arguments["softcap"], None, arguments["k_scale"], None, 1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_sm90, "_gluon_problem", lambda: None)
+
+
+@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.parametrize(
+    ("inputs", "word"),
+    [
+        (lambda: call(dim=80), "head dimension 80"),
+        (lambda: call(page_size=8), "page size 8"),
+        (lambda: call(page_size=48), "page size 48"),
+        (lambda: call(dtype=torch.float32), "float32 queries"),
+        (lambda: call(k_scale=torch.ones(1)), "scales"),
+        (lambda: call(window=5), "window"),
+        (lambda: call(softcap=5.0), "soft cap"),
+        (lambda: call(q=torch.zeros((32, 4, 66), dtype=torch.bfloat16)[..., :64]), r"q: strides \[264, 66, 1\]"),
+        (lambda: call(q=torch.zeros(32 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(32, 4, 64)), "q: its address"),
+        (lambda: call(k_cache=torch.zeros((1, 16, 2, 64), dtype=torch.bfloat16).expand(4, -1, -1, -1)), "k_cache: strides"),
+        (lambda: call(v_cache=torch.zeros((4, 16, 2, 68), dtype=torch.bfloat16)[..., :64]), "v_cache: strides"),
+    ],
+)
+def test_refused_calls_say_why(inputs: Any, word: str) -> None:
+    x = inputs()
+    problem = prefill_sm90.refusal(x, torch.zeros(x.q.shape, dtype=x.q.dtype), "sm_90")
+    assert problem is not None
+    assert re.search(word, problem), problem
+
+
+@pytest.mark.usefixtures("_gluon_compiles")
+def test_taken_calls() -> None:
+    """Both layouts of a page, one allocation for K and V, a q that is part of a fused projection, one KV head of any stride."""
+    qkv = torch.zeros((32, 8 * 64), dtype=torch.bfloat16)
+    both = torch.zeros((4, 2, 16, 2, 64), dtype=torch.bfloat16)
+    by_head = torch.zeros((4, 2, 16, 64), dtype=torch.bfloat16).transpose(1, 2)
+    single = torch.zeros((4, 16, 64), dtype=torch.bfloat16).as_strided((4, 16, 1, 64), (1024, 64, 3, 1))
+    for x in (
+        call(), call(dtype=torch.float16), call(dim=128, page_size=256), call(q=qkv[:, :256].view(32, 4, 64)),
+        call(k_cache=both[:, 0], v_cache=both[:, 1]), call(k_cache=by_head, v_cache=by_head), call(k_cache=single, v_cache=single),
+    ):  # fmt: skip
+        out = torch.zeros(x.q.shape, dtype=x.q.dtype)
+        assert prefill_sm90.refusal(x, out, "sm_90") is None
+        assert "sm_80" in str(prefill_sm90.refusal(x, out, "sm_80"))
+        assert "out: strides" in str(prefill_sm90.refusal(x, torch.zeros((*x.q.shape[:2], x.dim + 2)).bfloat16()[..., : x.dim], "sm_90"))
+
+
+def test_refused_without_gluon() -> None:
+    problem = prefill_sm90.refusal(call(), torch.zeros((32, 4, 64), dtype=torch.bfloat16), "sm_90")
+    assert torch.cuda.is_available() or "Gluon" in str(problem) or "triton" in str(problem)
+
+
+# ---- that it compiles
+
+
+def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper")
+    import triton
+
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("this triton brings no ptxas")
+    command = [sys.executable, "-m", "tests.tkernels.attention.offline_sm90", json.dumps(cases)]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def verify_compiled(cases: list[dict[str, Any]]) -> None:
+    for case, facts in zip(cases, compile_offline(cases), strict=True):
+        assert facts["spills"] == 0, (case, facts)
+        assert facts["registers"] == 168  # of 384 threads that share 64 Ki
+        assert facts["shared"] <= 227 << 10
+        assert facts["wgmma"] > 0
+
+
+def test_compiles_for_sm_90_without_spills() -> None:
+    verify_compiled([{"dim": 128, "page_size": 16}])
+
+
+@pytest.mark.slow
+def test_every_specialisation_compiles_without_spills() -> None:
+    verify_compiled(
+        [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
+        + [{"dim": dim, "causal": False, "sinks": True} for dim in (64, 128)]
+        + [{"dim": dim, "dtype": "float16", "sinks": True, "lse": True} for dim in (64, 128)]
+        + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4, "lse": True}]
+    )
+
+
+# ---- against the oracle, on a GPU
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[Any]]:
+    """The kernel is chosen; its launches are listed."""
+    launches: list[Any] = []
+    launch = prefill_sm90.prefill_sm90
+
+    def listed(*arguments: Any) -> Any:
+        launches.append(launch(*arguments))
+        return launches[-1]
+
+    monkeypatch.setattr(prefill_sm90, "ENABLED", True)
+    monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", listed)
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield launches
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+    assert launches, "the call went to the plain Triton kernel"
+    counters = prefill_sm90._counters[torch.device("cuda", torch.cuda.current_device())]
+    assert not counters._words.any(), "a counter was not left at zero"
+
+
+def verify(*arguments: Any, **keywords: Any) -> Case:
+    case = make_case(*arguments, **{**SHAPE, **keywords})
+    check(case, *attend(case))
+    return case
+
+
+RAGGED = ([1000, 33, 0, 700, 129, 2000, 300, 12, 9], [1, 33, 0, 5, 129, 300, 257, 12, 9])
+
+
+@gpu
+def test_one_tile(taken):
+    verify([128], [128])
+
+
+@gpu
+@pytest.mark.parametrize("query_len", [9, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 600])
+def test_query_lengths(taken, query_len):
+    verify([query_len], [query_len])
+
+
+@gpu
+@pytest.mark.parametrize("prefix", [1, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 1000, 4096])
+def test_chunks_on_a_prefix(taken, prefix):
+    verify([prefix + 200, prefix + 64, prefix + 9], [200, 64, 9])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages_and_dims(taken, dim, page_size, dtype):
+    verify(*RAGGED, dim=dim, page_size=page_size, dtype=dtype, extra_rows=3)
+
+
+@gpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (6, 2), (3, 3), (7, 1), (16, 2), (16, 1), (10, 2)])
+def test_group_ratios(taken, heads, kv_heads):
+    verify(*RAGGED, heads=heads, kv_heads=kv_heads)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "keywords", [{"causal": False}, {"sinks": True}, {"causal": False, "sinks": True}, {"k_scale": 0.5, "v_scale": 3.0}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_features(taken, dim, keywords):
+    keywords = dict(keywords)
+    if keywords.pop("sinks", False):
+        keywords["sinks"] = torch.randn(8, device="cuda")
+    verify(*RAGGED, dim=dim, extra_rows=3, **keywords)
+
+
+@gpu
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_no_key(taken, sinks):
+    """Sequences of length 0 with queries, with a table of -1, and with more queries than keys: zero rows, LSE -inf or the sink's."""
+    keywords = {"sinks": torch.randn(8, device="cuda")} if sinks else {}
+    verify([0, 200, 100, 5, 0], [40, 200, 300, 150, 1], **keywords)
+
+
+@gpu
+def test_lengths_beyond_the_table_are_cut(taken):
+    case = make_case([304, 200], [60, 200], max_pages=19, **SHAPE)
+    case.seq_lens[0] = 5000
+    out, lse = attend(case)
+    case.seq_lens[0] = 19 * 16
+    check(case, *attend(case))
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+
+
+@gpu
+def test_strides(taken):
+    """q inside a fused projection, out inside a larger tensor, K and V in one allocation, pages ordered by head."""
+    case = verify(*RAGGED, interleaved=True)
+    expected, expected_lse = attend(case)
+    tokens = case.q.shape[0]
+    fused = torch.full((tokens, 12, 128), float("nan"), dtype=case.q.dtype, device="cuda")
+    fused[:, 2:10] = case.q
+    by_head = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (case.k_cache, case.v_cache)]
+    wide = torch.full((tokens, 9, 128), float("nan"), dtype=case.q.dtype, device="cuda")
+    lse = torch.full((8, tokens), float("nan"), device="cuda").t()
+    paged.paged_attention_out(fused[:, 2:10], *by_head, *case.tensors[3:], **case.keywords, out=wide[:, :8], lse=lse)
+    assert torch.equal(wide[:, :8], expected) and torch.equal(lse, expected_lse)
+    assert torch.isnan(wide[:, 8:]).all()
+
+
+@gpu
+def test_many_sequences_of_many_lengths(taken):
+    """More sequences than the scheduler reads at once, over eleven levels of length, decode rows and empty ones between them."""
+    lens = [int(2.0 ** (11 * x)) for x in torch.rand(150).tolist()]
+    query_lens = [1 if i % 3 == 0 else min(n, 9 + 37 * i % 300) for i, n in enumerate(lens)]
+    lens[7] = query_lens[7] = 0
+    verify(lens, query_lens, heads=4, extra_rows=5)
+
+
+@gpu
+def test_bits_alone_and_in_a_batch(taken):
+    case = make_case([1000, 300, 700, 129, 2000, 64, 40], [200, 300, 1, 129, 300, 64, 9], **SHAPE)
+    out, lse = attend(case)
+    starts = case.cu_seqlens_q.tolist()
+    for s in range(7):
+        alone, alone_lse = attend(part(case, s, s + 1))
+        rows = slice(starts[s], starts[s + 1])
+        assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+
+
+@gpu
+def test_one_graph_serves_every_length(taken):
+    case = make_case([2048] * 4, [256] * 4, poison=False, **SHAPE)
+    out, lse = torch.empty_like(case.q), torch.empty(case.q.shape[:2], device="cuda")
+
+    def step() -> None:
+        paged.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+        step()
+    for lens, starts in (
+        ([2048] * 4, [0, 256, 512, 768, 1024]), ([0, 9, 1000, 2047], [0, 0, 9, 500, 1024]), ([256, 300, 1, 2048], [0, 256, 512, 513, 768]),
+        ([5, 5, 5, 1024], [0, 1, 2, 3, 1024]), ([1, 2, 3, 4], [0, 1, 2, 3, 4]),
+    ):  # fmt: skip
+        case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        case.cu_seqlens_q.copy_(torch.tensor(starts, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed, replayed_lse = out.clone(), lse.clone()
+        check(Case(*case.tensors, case.keywords | {"max_query_len": 1024}), replayed, replayed_lse)
+        step()
+        assert torch.equal(replayed, out) and torch.equal(replayed_lse, lse)
+
+
+@gpu
+def test_two_streams_at_once(taken):
+    cases = [make_case([1500, 700], [900, 300], **SHAPE), make_case([300, 2500], [300, 600], **SHAPE)]
+    expected = [attend(case)[0] for case in cases]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for stream, case, result in zip(streams, cases, results, strict=True):
+            with torch.cuda.stream(stream):
+                result.append(attend(case)[0])
+    torch.cuda.synchronize()
+    for result, right in zip(results, expected, strict=True):
+        assert all(torch.equal(out, right) for out in result)
+
+
+@gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_thousand_reruns_under_stress(taken, dim):
+    """Bit-identical while another stream's kernels take multiprocessors and bandwidth at changing moments."""
+    case = make_case([1000, 33, 700, 129, 3000, 300], [500, 33, 5, 129, 300, 257], **{**SHAPE, "dim": dim, "heads": 32, "kv_heads": 8})
+    expected, expected_lse = attend(case)
+    check(case, expected, expected_lse)
+    other = torch.cuda.Stream()
+    noise = torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        with torch.cuda.stream(other):
+            if i % 3 == 0:
+                noise[: 256 * (1 + i % 16)] @ noise
+            elif i % 7 == 0:
+                noise.mul_(1.0)
+        out, lse = attend(case)
+        wrong += (out != expected).sum() + (lse != expected_lse).sum()
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+@gpu
+def test_b098_cache_beyond_2_to_31_elements(taken):
+    pages = 2_200_000_000 // (16 * 8 * 128)
+    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.zeros_like(k_cache)
+    for cache in (k_cache, v_cache):
+        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
+        cache[-20:] = cache[:20]
+    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
+    q = torch.randn((40, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
+    starts, lens = torch.tensor([0, 40, 80], dtype=torch.int32).cuda(), torch.tensor([317, 317], dtype=torch.int32).cuda()
+    out = paged.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=40)
+    assert isinstance(out, torch.Tensor)
+    assert torch.isfinite(out).all() and out.abs().max() > 0
+    assert torch.equal(out[:40], out[40:])
+
+
+@gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_spills_and_no_compilation_for_other_batches(taken, dim):
+    import triton.knobs
+
+    attend(make_case([200, 300], [100, 300], **{**SHAPE, "dim": dim}))
+    assert taken[-1].n_spills == 0
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **k: compiled.append(str(k["repr"]))
+    try:
+        attend(make_case([200, 300], [101, 299], max_pages=37, **{**SHAPE, "dim": dim}))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
