@@ -297,7 +297,7 @@ def compile_callable(
     Raises TraceError (with what to change), SplitError, or RuntimeError when Inductor is asked for and has no compiler.
     """
     start = time.perf_counter()
-    found = trace(module, args, kwargs, dynamic)
+    found = trace(module, args, kwargs, dynamic, own_lengths=config.backend == "eager")
     traced = time.perf_counter()
     stitched = _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
     add_guards(found, stitched.guards)

@@ -9,8 +9,10 @@ the arguments, dtypes, devices, strides, host values, sizes that belong together
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
+import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,22 +72,29 @@ def _autocast() -> tuple[Any, ...]:
 _serial = itertools.count()
 
 
-def trace(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic) -> Trace:
+def trace(
+    module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic, *, own_lengths: bool = True
+) -> Trace:
     """Trace ``module(*args, **kwargs)`` with the dimensions of ``dynamic`` as unknowns. Nothing is computed and nothing written.
 
     Sizes are marked unbacked; where the code looks at one (``if x.shape[0] > 4``), it is traced again with ordinary symbols and
     the branch taken is kept as a guard. Raises TraceError when the module does not trace into one graph, leaves side effects in
     Python behind, or returns something that cannot be rebuilt.
+    own_lengths: whether the length of a slice may be a symbol of its own, as torch before 2.13 has it; Inductor does not compile a
+    piece that returns such a slice, so without it they are traced with ordinary symbols too.
     """
     arguments, values = Arguments.read(module, args, kwargs, dynamic)
     try:
-        return _trace_once(module, arguments, values, unbacked=True)
+        found = _trace_once(module, arguments, values, unbacked=True)
+        _refuse_data_dependent(found, own_lengths)
+        return found
     except Exception as error:
         if not _is_size_error(error):
             raise _readable(error) from error
         reason = _first_line(error)
     try:
         found = _trace_once(module, arguments, values, unbacked=False)
+        _refuse_data_dependent(found, True)
     except Exception as error:
         raise _readable(error) from error
     found.notes.append(f"sizes 0 and 1 are not covered, pad 1 to 2: the module's code looks at a size ({reason})")
@@ -94,7 +103,12 @@ def trace(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 def _is_size_error(error: BaseException) -> bool:
     while error is not None:
-        if type(error).__name__ in ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound", "ConstraintViolationError"):
+        if type(error).__name__ in (
+            "GuardOnDataDependentSymNode",
+            "PendingUnbackedSymbolNotFound",
+            "ConstraintViolationError",
+            "_OwnLength",
+        ):
             return True
         if "data-dependent" in str(error) or "unbacked" in str(error).lower():
             return True
@@ -168,6 +182,7 @@ def _trace_inputs(leaves: list[Leaf], values: list[Any], unbacked: bool) -> list
     from torch._dynamo import mark_dynamic
     from torch._dynamo.decorators import mark_unbacked
 
+    knows_min = "min" in inspect.signature(mark_unbacked).parameters
     made: list[Any] = []
     seen: set[int] = set()
     for leaf, value in zip(leaves, values, strict=True):
@@ -181,7 +196,7 @@ def _trace_inputs(leaves: list[Leaf], values: list[Any], unbacked: bool) -> list
             value = _resized(value, shape)
             for dim, which in leaf.dims:
                 if unbacked:
-                    mark_unbacked(value, dim, shape_id=str(which))
+                    mark_unbacked(value, dim, shape_id=str(which), **({"min": which.plus} if knows_min else {}))
                 else:
                     mark_dynamic(value, dim)
         elif id(value) in seen or isinstance(value, torch.nn.Parameter) or value.requires_grad:
@@ -238,7 +253,6 @@ def _trace_once(module: Callable[..., Any], arguments: Arguments, values: list[A
     training = bool(getattr(module, "training", False))
     found = Trace(seen["gm"], module, arguments, seen["owners"], result, seen["shape_env"], unbacked, training, _autocast())
     _keep_guards(found, inputs, {"L": {"args": call_args, "kwargs": call_kwargs}})
-    _refuse_data_dependent(found)
     return found
 
 
@@ -279,20 +293,37 @@ def _keep_symbols(found: Trace, size: torch.SymInt, place: tuple[int, int]) -> N
             found.symbols.setdefault(expr, place)
 
 
-def _refuse_data_dependent(found: Trace) -> None:
+class _OwnLength(TraceError):
+    """A slice whose length has a symbol of its own."""
+
+
+def _refuse_data_dependent(found: Trace, own_lengths: bool) -> None:
     """A size or a host value that comes from tensor data needs a read back, which no graph can hold."""
-    given = found.symbols.keys() | found.shape_env.unbacked_inputs
+    given = set(found.symbols) | set(found.shape_env.unbacked_inputs)
     for node in found.gm.graph.nodes:
         value = node.meta.get("example_value")
+        numbers: list[Any] = []
         for leaf in pytree.tree_leaves(value):
-            sizes = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
-            symbols = {
-                symbol for size in sizes if isinstance(size, torch.SymInt | torch.SymFloat) for symbol in size.node.expr.free_symbols
-            }
-            if symbols - given:
-                raise TraceError(
-                    f"the module reads a tensor's values to get a size or a number, at: {_user_line(node)}; a captured step cannot do that"
-                )
+            numbers += (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else (leaf,)
+        used = (number.node.expr.free_symbols for number in numbers if isinstance(number, torch.SymInt | torch.SymFloat))
+        fresh = set().union(*used) - given
+        if fresh and not _slices(node):
+            raise TraceError(
+                f"the module reads a tensor's values to get a size or a number, at: {_user_line(node)}; a captured step cannot do that"
+            )
+        if fresh and not own_lengths:
+            raise _OwnLength(f"the length of a slice is a symbol of its own, at: {_user_line(node)}")
+        given |= fresh
+
+
+def _slices(node: fx.Node) -> bool:
+    """Whether the node cuts a tensor by sizes alone: torch before 2.13 names the length of ``cache[:tokens]`` by a symbol of its own."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    if not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
+        return False
+    values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in pytree.tree_leaves(node.args[1])]
+    return not any(isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
 
 
 def _user_line(node: fx.Node) -> str:

@@ -12,6 +12,12 @@ from pathlib import Path
 
 # One thread a process, subprocesses too: the suite runs a worker for each core, and small tensors gain nothing from more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Subprocesses import this tree, and what this process was given to import, from any working directory.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    os.path.abspath(path)
+    for path in dict.fromkeys([str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    if path
+)
 
 import torch
 

@@ -39,7 +39,8 @@ def quantize_fp8_dynamic_ref(x: torch.Tensor, block: int) -> tuple[torch.Tensor,
     groups, width = num_groups(columns, block), block or columns
     padded = torch.nn.functional.pad(wide, (0, groups * width - columns)).unflatten(-1, (groups, width))
     amax = torch.where(padded.isfinite(), padded.abs(), 0.0).amax(-1)
-    scales = amax.clamp_min(MIN_AMAX) / FP8_MAX
+    # by a tensor: CUDA divides by a number as it multiplies by its reciprocal, and an ulp of the scale is lost
+    scales = amax.clamp_min(MIN_AMAX) / torch.full_like(amax, FP8_MAX)
     y = to_fp8_ref(padded * (1.0 / scales)[..., None]).flatten(-2)[..., :columns]
     return y.contiguous(), scales.to(torch.float32)
 

@@ -87,15 +87,17 @@ def test_inputs_are_aligned_for_vector_loads(device: torch.device) -> None:
 
 
 def test_a_step_of_the_same_size_fills_nothing(device: torch.device) -> None:
+    """Of tensors on the arena's own device: the packed copy of host tensors carries the tails with it."""
     a = arena(device)
     real, padded = {"tokens": 3, "seqs": 2}, {"tokens": 8, "seqs": 4}
-    a.load(values(3, 2), real, padded)
+    on_device = lambda given: {name: value.to(device) for name, value in given.items()}
+    a.load(on_device(values(3, 2)), real, padded)
     a.views(padded)["ids"][3:] = 77  # somebody breaks in: the next load trusts that the tail is as it left it ...
-    a.load(values(3, 2), real, padded)
+    a.load(on_device(values(3, 2)), real, padded)
     assert (a.views(padded)["ids"][3:] == 77).all()
     a.touched(["ids"])  # ... until it is told
     given = values(3, 2)
-    expect(a.load(given, real, padded), given, 3, 2)
+    expect(a.load(on_device(given), real, padded), given, 3, 2)
 
 
 def test_the_arenas_own_memory_is_taken_without_a_copy(device: torch.device) -> None:

@@ -146,8 +146,8 @@ def test_aborting_one_request_leaves_the_others(device: torch.device) -> None:
 def test_stop_string_ends_the_answer_before_it(device: torch.device, overlap: bool) -> None:
     engine = make_engine(device, text=True, scheduler={"max_num_seqs": 4, "max_batch_tokens": 32, "overlap": overlap})
     full = engine.generate(["ab"], SamplingParams(max_tokens=30))[0]
-    stop = full.text[6:9]
-    assert stop.strip("\ufffd"), "the test needs text that can be found"
+    # from inside the answer, and not only bytes that are no text
+    stop = next(piece for piece in (full.text[i : i + 3] for i in range(6, len(full.text) - 3)) if piece.strip("\ufffd"))
     cut = engine.generate(["ab"], SamplingParams(max_tokens=30, stop=stop))[0]
     assert cut.finish_reason == "stop"
     assert cut.text == full.text[: full.text.index(stop)]

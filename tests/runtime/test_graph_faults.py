@@ -11,7 +11,7 @@ import torch
 from graph_toys import level_costs, make
 from torch import nn
 
-from runtime.graph import CaptureError
+from runtime.graph import IMMORTAL, CaptureError
 from runtime.graphed import GraphedModule
 
 MODES = ("full", "piecewise", "eager")
@@ -528,4 +528,4 @@ def test_b065_the_collector_runs_at_most_once_in_a_warmup(device: torch.device) 
         make(toys.Layers(4).to(device), capture_sizes=list(range(1, 9)), mode="piecewise").warmup(*toys.step(8, device))
     finally:
         gc.callbacks.remove(watch)
-    assert len(runs) <= 2 and gc.isenabled() and gc.get_freeze_count() == 0  # ours, and perhaps one of Python's own outside captures
+    assert len(runs) <= 2 and gc.isenabled() and gc.get_freeze_count() < IMMORTAL  # ours, and perhaps one of Python's own outside captures

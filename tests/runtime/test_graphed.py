@@ -354,11 +354,13 @@ def test_memory_budget_drops_and_says_so(device: torch.device) -> None:
 
 
 def test_memory_budget_that_the_largest_size_breaks_keeps_the_smaller_ones(device: torch.device) -> None:
-    module = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)).to(device)
-    taken = make(module, {"input": 0}, max_tokens=4096, mode="full")
+    # 32 MiB at 4096 rows, little at 4 and 8: a GPU's allocator takes 2 MiB at the least, and 20 for anything above one
+    module = nn.Sequential(nn.Linear(4, 2048), nn.Linear(2048, 4)).to(device)
+    sizes = {"max_tokens": 4096, "capture_sizes": [4, 8, 4096]}
+    taken = make(module, {"input": 0}, mode="full", **sizes)
     taken.warmup(torch.rand(8, 4, device=device))
     budget = taken.stats()["graph_bytes"] // 2
-    fast = make(module, {"input": 0}, max_tokens=4096, mode="full", memory_budget=budget)
+    fast = make(module, {"input": 0}, mode="full", memory_budget=budget, **sizes)
     plan = fast.warmup(torch.rand(8, 4, device=device))
     assert any("full at size 4096 was dropped: it alone takes" in remark for remark in plan.remarks)
     assert 0 < fast.stats()["graph_bytes"] <= budget

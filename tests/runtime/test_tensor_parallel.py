@@ -33,7 +33,7 @@ def _free_port() -> int:
 
 def _run(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
     """What each printed to stdout; all must end well."""
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "0"}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     processes = [
         subprocess.Popen(command, env={**common, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command, own in zip(commands, environments, strict=True)

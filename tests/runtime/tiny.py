@@ -26,8 +26,11 @@ CONFIG: dict[str, Any] = {
 
 
 def tiny_model(device: torch.device, seed: int = 0, **changes: Any) -> CausalLM:
-    """Random weights, larger than usual in the embedding so that the answers are not one token for ever."""
-    return random_model({**CONFIG, **changes}, seed, "float32", device)
+    """Random weights, larger than usual in the embedding so that the answers are not one token for ever. The same on every device."""
+    model, drawn = (random_model({**CONFIG, **changes}, seed, "float32", where) for where in (device, torch.device("cpu")))
+    for mine, view in zip(model.hf_state_dict().values(), drawn.hf_state_dict().values(), strict=True):
+        mine.copy_(view)
+    return model
 
 
 def twin(model: CausalLM) -> Any:

@@ -16,13 +16,11 @@ import torch
 
 from tkernels._triton import HAVE_TRITON
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
 def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
     """In a process of its own: this one has decorated its kernels for the interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     launched, _, constants = done.stdout.strip().partition("|")

@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +28,6 @@ from tkernels._op import _on_its_device
 from tkernels._triton import INTERPRETED, cast, dot, tl, triton
 from tkernels.quant import to_fp8
 from tkernels.rmsnorm import rms_norm, rms_norm_ref
-
-ROOT = Path(__file__).parents[2]
 
 
 @triton.jit
@@ -248,7 +245,7 @@ def test_ops_run_on_a_gpu_that_is_not_the_current_one() -> None:
 
 
 def _run_python(code: str, **environment: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)} | environment
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

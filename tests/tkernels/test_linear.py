@@ -153,10 +153,13 @@ def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stride", [0, 2])
 def test_a_strided_bias_is_read_by_its_stride(device, monkeypatch, stride):
+    """No kernel of ours takes it, even where the table has one: it goes to cuBLAS, whose sums may differ in the last bit."""
     _forced(monkeypatch)
     x, weight = torch.randn(2, 32, device=device).bfloat16(), torch.randn(24, 32, device=device).bfloat16()
     bias = torch.randn(48, device=device).bfloat16().as_strided((24,), (stride,))
-    assert torch.equal(linear(x, weight, bias), linear(x, weight, bias.contiguous()))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    for given in (bias, bias.contiguous()):
+        _close(linear(x, weight, given), exact, exact.bfloat16())
 
 
 def test_a_strided_norm_weight_is_refused(device, monkeypatch):

@@ -86,7 +86,8 @@ def test_last_row_reads_nothing_past_the_tensor(device: torch.device) -> None:
     k = whole[: 2 * 20 * 16].view(1, 2, 20, 16).normal_()
     q = torch.randn(1, 1, 4, 16, device=device)
     out = padded_attention(q, k, k, scale=0.25)
-    torch.testing.assert_close(out, dense(q, k, k, torch.tensor([0]), torch.tensor([20]), scale=0.25).float(), rtol=1e-5, atol=1e-6)
+    first, length = (torch.tensor([n], device=device) for n in (0, 20))
+    torch.testing.assert_close(out, dense(q, k, k, first, length, scale=0.25).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_padded_attention_refuses(device: torch.device) -> None:

@@ -20,7 +20,6 @@ from tests.tkernels.collectives.cases import CASES, GPU, runs
 from tkernels.collectives.plan import MAX_WORLD, Launch, Sizes, plan_all_reduce, plan_fused, plan_gather
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 WORLDS = tuple(world for world in (2, 4) if not GPU or torch.cuda.device_count() >= world)
 
 
@@ -35,7 +34,6 @@ def start(world: int, script: str, *arguments: str) -> list[subprocess.Popen[str
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
     if not GPU:
         environment["TRITON_INTERPRET"] = "1"
