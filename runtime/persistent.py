@@ -7,6 +7,9 @@ address and the layout in each with those remembered. ``load_state_dict`` copies
 Plain tensor attributes of modules are watched like buffers, and so are numbers, flags and texts (``module.scale = 0.5``): a graph
 has frozen them. Of torch's own modules with parameters the sizes are left out, they say what the parameters' shapes say; ``eps``,
 ``p`` and ``training`` are not. Hooks and a replaced ``forward`` are watched too: a graph holds the kernels of those of its capture.
+
+Where the interpreter tells of changed dictionaries (runtime/watched.py), the slots are read again only after one was changed; what is
+left for each step are the addresses, and the layouts of some tensors in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules import module as _module
+
+from runtime import watched
 
 _watchers: dict[int, weakref.WeakSet[Persistent]] = defaultdict(weakref.WeakSet)  # by id of the registering module
 
@@ -54,13 +59,14 @@ class Persistent:
         for prefix, module in named.items():
             _watchers[id(module)].add(self)
             frozen = _FROZEN if not prefix or not _of_torch(module) or not (module._parameters or module._buffers) else (bool, float, str)
+            sizes = _sizes_of_torch(module)
             for slots in (module._parameters, module._buffers, module.__dict__):
                 for key, value in slots.items():
                     if isinstance(value, torch.Tensor):
                         self._tensors.add(f"{prefix}.{key}" if prefix else key, slots, key)
-                    elif slots is module.__dict__ and isinstance(value, frozen):
+                    elif slots is module.__dict__ and isinstance(value, frozen) and key not in sizes:
                         self._values.add(f"{prefix}.{key}" if prefix else key, slots, key)
-        now = self._tensors.now()
+        now = self._now = self._tensors.now()
         self._pointers = [t.data_ptr() for t in now]
         self._layouts = list(map(_layout, now))
         self._devices = [t.device for t in now]
@@ -70,7 +76,11 @@ class Persistent:
         self._hooks: list[dict[int, Any]] = [d for m in self._modules for d in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks_then = [d.copy() for d in self._hooks]
         self._forwards = list(map(dict.get, self._dicts, repeat("forward")))
-        self._guards: dict[bool, Any] = {}
+        self._guards: dict[tuple[bool, int], Any] = {}
+        self._turn = 0
+        self._epoch: int | None = None  # not looked at yet
+        if watched.EPOCH is not None:
+            watched.EPOCH.watch([*self._dicts, *self._hooks, *(d for m in self._modules for d in (m._parameters, m._buffers))])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(zip(self._tensors.names, self._tensors.now(), strict=True))
@@ -111,15 +121,22 @@ class Persistent:
             self.refresh()
         if not sweep:
             return None
+        epoch = None if watched.EPOCH is None else watched.EPOCH.now()
         try:
-            now = self._tensors.now()
+            unchanged = epoch is not None and epoch == self._epoch  # the same objects in every slot
+            now = self._now if unchanged else self._tensors.now()
             if _same_pointers(now, self._pointers, self._all) and self._same_layouts(now):
+                if unchanged:
+                    return None
                 values = self._values.now()
                 if not all(map(is_, values, self._frozen)):
                     if not all(map(_same, values, self._frozen)):
                         return self._changed_value()
                     self._frozen = values  # other objects of the same value
-                return self._changed_code()
+                changed_code = self._changed_code()
+                if changed_code is None:
+                    self._now, self._epoch = now, epoch
+                return changed_code
         except (KeyError, TypeError, RuntimeError, AttributeError):  # deleted, set to None, or without a storage
             pass
         at = zip(self._tensors.names, self._tensors.dicts, self._tensors.keys, self._pointers, self._layouts, strict=True)
@@ -130,20 +147,23 @@ class Persistent:
         return self._changed_value() or self._changed_code()
 
     def _same_layouts(self, now: list[torch.Tensor]) -> bool:
-        """Shape, strides and dtype of every tensor, by the guards of torch.compile: a tenth of the time of asking in Python.
+        """Shape, strides and dtype of the next ``_IN_TURN`` tensors, by the guards of torch.compile: a tenth of the time of asking in
+        Python. Another layout at the same address takes an assignment to ``.data`` of a view of itself.
 
-        They also look at what a graph does not care for (requires_grad, inference mode), so their no is looked into.
+        Guards also look at what a graph does not care for (requires_grad, inference mode), so their no is looked into.
         """
-        mode = torch.is_inference_mode_enabled()
-        guard = self._guards.get(mode)
-        if guard is not None and guard.check(*now):
+        start = self._turn if self._turn < len(now) else 0
+        self._turn = start + _IN_TURN
+        mode, part = torch.is_inference_mode_enabled(), now[start : start + _IN_TURN]
+        guard = self._guards.get((mode, start))
+        if guard is not None and guard.check(*part):
             return True
-        if list(map(_layout, now)) != self._layouts:
+        if list(map(_layout, part)) != self._layouts[start : start + _IN_TURN]:
             return False
-        if now:
-            sizes: Any = [list(t.shape) for t in now]
-            strides: Any = [list(t.stride()) for t in now]
-            self._guards[mode] = TensorGuards(*now, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if part:
+            sizes: Any = [list(t.shape) for t in part]
+            strides: Any = [list(t.stride()) for t in part]
+            self._guards[mode, start] = TensorGuards(*part, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return True
 
     def _facts(self) -> dict[str, Any]:
@@ -163,7 +183,7 @@ class Persistent:
             i = next(i for i, (d, then) in enumerate(zip(self._hooks, self._hooks_then, strict=True)) if d != then)
             return f"the hooks of {self._module_names[i // 2] or 'the module'}"
         forwards = list(map(dict.get, self._dicts, repeat("forward")))
-        if not all(map(is_, forwards, self._forwards)):
+        if forwards != self._forwards:
             i = next(i for i, (now, then) in enumerate(zip(forwards, self._forwards, strict=True)) if now is not then)
             return f"forward of {self._module_names[i] or 'the module'}"
         return None
@@ -186,6 +206,7 @@ class _Slots:
         return list(map(getitem, self.dicts, self.keys))
 
 
+_IN_TURN = 48  # tensors whose layout is compared in one step: about 5 µs
 _FROZEN = (bool, int, float, str, type(None))
 _data_ptr: Any = torch.Tensor.data_ptr
 
@@ -197,6 +218,16 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _same(a: object, b: object) -> bool:
     """The same to a kernel: True, 1 and 1.0 are not, nor are 0.0 and -0.0; a NaN is."""
     return a is b or (a.__class__ is b.__class__ and (repr(a) == repr(b) if isinstance(a, float) else a == b))
+
+
+def _sizes_of_torch(module: torch.nn.Module) -> set[str]:
+    """Attributes that say nothing new: sizes that a class of torch's own keeps of its parameters, in a class made from it too; and a
+    flag that backward sets."""
+    names = {"_is_full_backward_hook"}
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.nn.") and (module._parameters or module._buffers):
+            names |= {name for name in cls.__dict__.get("__constants__", ()) if type(module.__dict__.get(name)) is int}
+    return names
 
 
 def _of_torch(module: torch.nn.Module) -> bool:
