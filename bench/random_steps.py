@@ -43,7 +43,7 @@ class Compared:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fast, name)
 
-    def __call__(self, **arguments: Any) -> torch.Tensor:
+    def __call__(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         fast = self.fast
         dispatcher, steps = fast._dispatcher, fast._steps
         assert dispatcher is not None and steps is not None
@@ -65,10 +65,12 @@ class Compared:
                 want = key.eager(inputs)
             else:
                 padded = key.captured[decision.mode, decision.size].padded
-                want = key.call(key.arena.load(inputs, call.sizes, padded))[: call.sizes["seqs"]]
+                want = tuple(t[: call.sizes["seqs"]] for t in key.call(key.arena.load(inputs, call.sizes, padded)))
         where = f"step {number}, {call.sizes}, {decision}"
-        if not same_bits(got, want):
-            raise Difference(f"{where}: its tokens are {got.tolist()}, uncaptured {want.tolist()}")
+        if not same_bits(got[0], want[0]):
+            raise Difference(f"{where}: its tokens are {got[0].tolist()}, uncaptured {want[0].tolist()}")
+        if not same_bits(got[1], want[1]):
+            raise Difference(f"{where}: its logits are not those of the callable not captured")
         for i, (cache, then) in enumerate(zip(self.caches, after, strict=True)):
             if not same_bits(cache, then):
                 raise Difference(f"{where}: cache {i} differs from what the callable not captured leaves")
@@ -79,10 +81,10 @@ class Compared:
     def _compare_with_module(self, seqs: int, inputs: dict[str, Any], fast: GraphedModule, arguments: dict[str, Any]) -> None:
         before = [cache.clone() for cache in self.caches]
         with torch.no_grad():
-            plain = fast.module(**inputs)
+            plain = fast.module(**inputs)[0]
         for cache, then in zip(self.caches, before, strict=True):
             cache.copy_(then)
-        got = fast(**arguments)
+        got = fast(**arguments)[0]
         for cache, then in zip(self.caches, before, strict=True):
             cache.copy_(then)
         self.tokens += seqs

@@ -5,34 +5,43 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from runtime.request import FinishReason, Request, RequestError
+from runtime.request import FinishReason, Request, RequestError, TokenLogprob
 from runtime.text import TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string."""
+    """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string.
+
+    index, sample: of the prompt, and of its n answers. logprobs: one for each token, if they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     prompt_token_ids: list[int]
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    index: int = field(default=0, compare=False)
+    sample: int = 0
 
     @classmethod
-    def refused(cls, error: RequestError) -> Completion:
-        return cls("", [], "error", [], str(error))
+    def refused(cls, error: RequestError, index: int) -> Completion:
+        return cls("", [], "error", [], str(error), index=index)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step brought for one prompt (``index``, as given to ``stream``). The last event has a finish reason."""
+    """What one step brought for one answer (``sample``) to one prompt (``index``, as given to ``stream``). The last event of an answer
+    has a finish reason. logprobs: one for each token, if they were asked for."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    sample: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +53,8 @@ class Answer:
     index: int = 0
     events: deque[Event] = field(default_factory=deque)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
     finished: bool = False
 
     def push(self, token: int) -> str:
@@ -54,16 +65,28 @@ class Answer:
     def stopped(self) -> bool:
         return self.stream is not None and self.stream.stopped
 
-    def report(self, text: str, tokens: list[int]) -> None:
+    def report(self, text: str, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         """Add an event: the last one, with all text that was held back, when the request has ended."""
         reason = self.request.finish_reason
         if reason is not None and self.stream is not None:
             text += self.stream.finish()
         self.text += text
         self.finished = reason is not None
-        self.events.append(Event(self.index, text, tokens, reason))
+        if logprobs is not None:
+            self.logprobs += logprobs
+        self.events.append(Event(self.index, text, tokens, reason, self.error, logprobs, self.request.sample))
 
     def completion(self) -> Completion:
         request = self.request
         assert request.finish_reason is not None, "the request has not ended"
-        return Completion(self.text, request.generated, request.finish_reason, list(request.prompt_tokens))
+        logprobs = None if request.params.logprobs is None else self.logprobs
+        return Completion(
+            self.text,
+            request.generated,
+            request.finish_reason,
+            list(request.prompt_tokens),
+            self.error,
+            logprobs,
+            self.index,
+            request.sample,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def replay(
     real: Mapping[str, int],
     *,
     poison: bool,
-    borrow: bool,
+    borrow: bool | Collection[int],
 ) -> Any:
     """Run a captured step on a call's tensors and hand out its real rows."""
     steps.pool.follow()
@@ -88,7 +88,10 @@ def replay(
     for name in captured.mutated:
         values[name].copy_(key.arena.real_part(name, views[name], real))
     key.arena.touched(captured.mutated)
-    return captured.output.real_rows(real, partial(_lend, steps, steps.replays, key.arena) if borrow else torch.clone)
+    if borrow is False:
+        return captured.output.real_rows(real, torch.clone)
+    lend = partial(_lend, steps, steps.replays, key.arena)
+    return captured.output.real_rows(real, lend) if borrow is True else captured.output.real_rows(real, torch.clone, lend, borrow)
 
 
 def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:

@@ -278,7 +278,8 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
     started = time.perf_counter()
     answers = _answer(engine, prompts, params, arguments.chat, errors)
     seconds = time.perf_counter() - started
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for answer in answers:
+        prompt = prompts[answer.index]
         if answer.finish_reason == "error":
             errors.print(f"error: {answer.error}", markup=False)
         elif arguments.quiet:
@@ -295,21 +296,23 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
 
 def _answer(engine: Engine, prompts: list[Any], params: SamplingParams, chat: bool, errors: Console) -> list[Completion]:
     counts = TextColumn("tokens, {task.fields[done]} of {task.fields[all]} answers")
-    texts = [""] * len(prompts)
-    tokens: list[list[int]] = [[] for _ in prompts]
-    ends: dict[int, Event] = {}
+    answers = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
+    texts = dict.fromkeys(answers, "")
+    tokens: dict[tuple[int, int], list[int]] = {at: [] for at in answers}
+    ends: dict[tuple[int, int], Event] = {}
     with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn(), console=errors) as progress:
-        total = len(prompts) * params.max_tokens  # less what answers leave unused
-        task = progress.add_task("", total=total, done=0, all=len(prompts))
+        total = len(answers) * params.max_tokens  # less what answers leave unused
+        task = progress.add_task("", total=total, done=0, all=len(answers))
         for event in engine.stream(prompts, params, chat=chat, on_error="return"):
-            texts[event.index] += event.text
-            tokens[event.index] += event.token_ids
+            at = event.index, event.sample
+            texts[at] += event.text
+            tokens[at] += event.token_ids
             progress.advance(task, len(event.token_ids))
             if event.finish_reason is not None:
-                ends[event.index] = event
-                total -= params.max_tokens - len(tokens[event.index])
+                ends[at] = event
+                total -= params.max_tokens - len(tokens[at])
                 progress.update(task, total=total, done=len(ends))
-    return [Completion(texts[i], tokens[i], end.finish_reason or "error", [], end.error) for i, end in sorted(ends.items())]
+    return [Completion(texts[at], tokens[at], end.finish_reason or "error", [], end.error, None, *at) for at, end in sorted(ends.items())]
 
 
 def _print_totals(engine: Engine, answers: Sequence[Completion], seconds: float, out: Console) -> None:

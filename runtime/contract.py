@@ -263,7 +263,7 @@ def differs_from_module(
     arena: Arena,
     dims: OutputDims,
     state: Mapping[str, torch.Tensor],
-    roundings: int = 64,
+    roundings: int = 256,
 ) -> str:
     """Why the padded callable is not the module at the real size, or "", by tolerance for floats. Of the outputs only float ones can
     be compared so. state: what the step writes, compared too, and put back."""

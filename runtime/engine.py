@@ -27,8 +27,9 @@ from runtime.loading import Loaded, load
 from runtime.measure import CostTable
 from runtime.model import CausalLM
 from runtime.parallel import join
-from runtime.request import Request, RequestError, SamplingParams
+from runtime.request import Request, RequestError, SamplingParams, TokenLogprob, TokenMask
 from runtime.runner import Launched, Runner
+from runtime.sampler import pack_mask
 from runtime.scheduler import Step, make_scheduler
 from runtime.text import TextError, TextStream, Tokenizer
 
@@ -83,6 +84,7 @@ class Engine:
         self._flying: deque[tuple[Step, Launched]] = deque()
         self._answers: dict[int, Answer] = {}
         self._submitted = 0
+        self._masked = False  # whether any request ever had a mask
         self._totals: Counter[str] = Counter()
         self.startup_seconds = time.perf_counter() - started
 
@@ -100,7 +102,8 @@ class Engine:
     ) -> list[Completion]:
         """Answers to all prompts, in their order, computed together.
 
-        prompts: texts, or lists of token ids; also one of them alone. params: for all, or one each.
+        prompts: texts, or lists of token ids; also one of them alone. params: for all, or one each. With ``n`` > 1 a prompt's answers
+        stand next to each other.
         chat: put each text through the model's chat template.
         on_error: a prompt that cannot be served (empty, too long, unknown token) raises RequestError before anything runs, or with
         "return" comes back as a Completion with finish_reason "error" and its message, while the others are served.
@@ -112,7 +115,7 @@ class Engine:
                     self.step()
         finally:
             self._drop(answers)
-        return [answer.completion() if isinstance(answer, Answer) else Completion.refused(answer) for answer in answers]
+        return [answer.completion() if isinstance(answer, Answer) else answer for answer in answers]
 
     def stream(
         self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, chat: bool = False, on_error: OnError = "raise"
@@ -124,13 +127,13 @@ class Engine:
         next(taken)
         return taken
 
-    def _take(self, answers: list[Answer | RequestError], events: deque[Event]) -> Iterator[Event]:
+    def _take(self, answers: list[Answer | Completion], events: deque[Event]) -> Iterator[Event]:
         """The events, after one that is none: ``stream`` takes it, so that dropping the iterator unread ends the requests too."""
         try:
             yield Event(-1, "", [])
-            for index, answer in enumerate(answers):
-                if isinstance(answer, RequestError):
-                    yield Event(index, "", [], "error", str(answer))
+            for answer in answers:
+                if isinstance(answer, Completion):
+                    yield Event(answer.index, "", [], "error", answer.error)
             unfinished = sum(isinstance(answer, Answer) for answer in answers)
             while unfinished:
                 while not events:
@@ -143,7 +146,7 @@ class Engine:
 
     def _submit_all(
         self, prompts: Prompt | Iterable[Prompt], params: Params, chat: bool, on_error: str, events: deque[Event] | None = None
-    ) -> list[Answer | RequestError]:
+    ) -> list[Answer | Completion]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
         if not isinstance(prompts, Iterable) or _is_token(prompts):
@@ -155,22 +158,22 @@ class Engine:
             params = [params or SamplingParams()] * len(given)
         elif len(params) != len(given):
             raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(given)}), got {len(params)}")
-        answers: list[Answer | RequestError] = []
+        answers: list[Answer | Completion] = []
         try:
             for index, (prompt, each) in enumerate(zip(given, params, strict=True)):
                 try:
-                    answers.append(self.submit(prompt, each, chat=chat, index=index, events=events))
+                    answers += self.submit_samples(prompt, each, chat=chat, index=index, events=events)
                 except RequestError as error:
                     refused = RequestError(f"prompt {index}: {error}")
                     if on_error == "raise":
                         raise refused from error
-                    answers.append(refused)
+                    answers.append(Completion.refused(refused, index))
         except BaseException:
             self._drop(answers)
             raise
         return answers
 
-    def _drop(self, answers: Sequence[Answer | RequestError]) -> None:
+    def _drop(self, answers: Sequence[Answer | Completion]) -> None:
         for answer in answers:
             if isinstance(answer, Answer):
                 self.abort(answer)
@@ -186,24 +189,52 @@ class Engine:
         *,
         chat: bool = False,
         salt: bytes = b"",
+        mask: TokenMask | None = None,
         index: int = 0,
         events: deque[Event] | None = None,
     ) -> Answer:
         """Queue one request; ``step`` then makes it grow. Raises RequestError.
 
-        salt: only requests of equal salt share pages of the prefix cache. index, events: what its events are numbered with, and
-        where they go (default: a queue of its own).
+        salt: only requests of equal salt share pages of the prefix cache. mask: which tokens are allowed next, asked before each; a
+        grammar, say. index, events: what its events are numbered with, and where they go (default: a queue of its own).
         """
-        tokens = self._tokens(prompt, chat)
+        if params is not None and params.n != 1:
+            raise RequestError(f"n: submit makes one answer, got {params.n}; call submit_samples")
+        return self.submit_samples(prompt, params, chat=chat, salt=salt, mask=mask, index=index, events=events)[0]
+
+    def submit_samples(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        salt: bytes = b"",
+        mask: TokenMask | None = None,
+        index: int = 0,
+        events: deque[Event] | None = None,
+    ) -> list[Answer]:
+        """Queue the ``n`` answers that ``params`` asks for; all but the first share its pages of the prompt. As ``submit`` otherwise."""
+        tokens = tuple(self._tokens(prompt, chat))
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
-        request = Request(self._submitted, tuple(tokens), params, self._eos, salt)
-        self.scheduler.add(request)
-        self._submitted += 1
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-        answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events)
-        return answer
+        if mask is not None and params.n != 1:
+            raise RequestError(f"n: a mask belongs to one answer, got {params.n}; call submit for each, with a mask of its own")
+        vocab = self.model.spec.vocab
+        for name, ids in params.named_tokens().items():
+            if ids and max(ids) >= vocab:
+                raise RequestError(f"{name}: expected token ids from 0 to {vocab - 1}, got {max(ids)}")
+        answers: list[Answer] = []
+        for sample in range(params.n):
+            first = answers[0].request if answers else None
+            request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
+            self.scheduler.add(request)
+            self._submitted += 1
+            self._masked |= mask is not None
+            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+            answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events)
+            answers.append(answer)
+        return answers
 
     def abort(self, answer: Answer) -> None:
         """End a request. Its pages come back as soon as no step in flight uses them."""
@@ -222,7 +253,7 @@ class Engine:
         """
         while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
             with self._failing(step):
-                self._flying.append((step, self.runner.launch(step)))
+                self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
         if self._flying:
             self._land()
 
@@ -231,11 +262,27 @@ class Engine:
         step, launched = self._flying.popleft()
         with self._failing(step):
             tokens = self.runner.read(launched)
+        logprobs = self.runner.read_logprobs(launched)
         self._totals["steps"] += 1
         self._totals["prompt_tokens"] += sum([count for _, _, count, _, generated in step.rows if count > 1 or generated == 0])
         for request in self.scheduler.complete(step, tokens):
             self._totals["generated_tokens"] += 1
-            self._deliver(self._answers[request.number])
+            self._deliver(self._answers[request.number], logprobs.get(request.number))
+
+    def _masks(self, step: Step) -> dict[int, Any]:
+        """What the masks of the step's requests allow. One that fails ends its own request."""
+        masks = {}
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.mask is not None and chunk.samples:
+                try:
+                    masks[request.number] = pack_mask(request.mask(request.generated), self.model.spec.vocab)
+                except Exception as error:
+                    answer = self._answers[request.number]
+                    answer.error = f"mask: {error}" if isinstance(error, ValueError) else f"mask: {type(error).__name__}: {error}"
+                    self.scheduler.finish(request, "error")
+                    self._report(answer, "", [])
+        return masks
 
     @contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
@@ -249,17 +296,17 @@ class Engine:
             self._flying.clear()
             raise
 
-    def _deliver(self, answer: Answer) -> None:
+    def _deliver(self, answer: Answer, logprob: TokenLogprob | None) -> None:
         """Hand a request's newest token to its answer."""
         request, token = answer.request, answer.request.tokens[-1]
         text = answer.push(token)
         if answer.stopped:
             self.scheduler.finish(request, "stop")
             request.finish_reason = "stop"  # also where the same token ended it by length
-        self._report(answer, text, [token])
+        self._report(answer, text, [token], None if logprob is None else [logprob])
 
-    def _report(self, answer: Answer, text: str, tokens: list[int]) -> None:
-        answer.report(text, tokens)
+    def _report(self, answer: Answer, text: str, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
+        answer.report(text, tokens, logprobs)
         if answer.finished:
             del self._answers[answer.request.number]
 

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def graphed(
     pad: Mapping[str, float | int | str] = _PAD,
     bounds: Mapping[str, Bound] | None = None,
     static: Iterable[str] = (),
-    borrow: bool = False,
+    borrow: bool | Collection[int] = False,
 ) -> GraphedModule:
     """Wrap a module so that its calls run as captured steps where that is faster.
 
@@ -62,7 +62,8 @@ def graphed(
     bounds: the largest value of another named size; at token size N it is padded to min(N, bound). A function of (N, host values)
         where it depends on them: with q tokens a sequence ``{"seqs": lambda tokens, host: tokens // host["q"]}``.
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
-    borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises.
+    borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises. Or
+        the numbers of the outputs that are lent so, the others being copies.
     """
     return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
 
@@ -79,7 +80,7 @@ class GraphedModule(torch.nn.Module):
         pad: Mapping[str, Any],
         bounds: Mapping[str, Bound],
         static: Iterable[str],
-        borrow: bool,
+        borrow: bool | Collection[int],
     ) -> None:
         super().__init__()
         # The same dictionaries: whatever is done to the parameters of one is done to those of the other.

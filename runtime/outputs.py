@@ -7,7 +7,7 @@ by running the callable on fake tensors with one size changed at a time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,13 +175,20 @@ class StepOutput:
         """The real rows of another output of the same structure."""
         return cut_to_real(output, self._dims, real)
 
-    def real_rows(self, real: Mapping[str, int], each: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan)."""
+    def real_rows(
+        self,
+        real: Mapping[str, int],
+        each: Callable[[torch.Tensor], torch.Tensor],
+        lend: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        lent: Collection[int] = (),
+    ) -> Any:
+        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan), and those that
+        ``lent`` numbers through ``lend``."""
         leaves = self._leaves.copy()
         for i, axis, name, extra in self._cuts:
             leaves[i] = leaves[i].narrow(axis, 0, real[name] + extra)
         for i in self._tensors:
-            leaves[i] = each(leaves[i])
+            leaves[i] = each(leaves[i]) if lend is None or i not in lent else lend(leaves[i])
         return leaves[0] if self._is_leaf else pytree.tree_unflatten(leaves, self._spec)
 
 

@@ -23,7 +23,8 @@ from runtime.config import ConfigError, RuntimeConfig
 from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
 from runtime.plan import Plan, PlanRow
-from runtime.request import Request
+from runtime.request import Request, TokenLogprob
+from runtime.sampler import Pending, SlotSampler
 from runtime.scheduler import Step
 from tkernels import collectives
 
@@ -49,14 +50,14 @@ class StepModule(nn.Module):
     input_ids, positions, slot_mapping: [tokens] int64. token_source: [tokens] int64, the row of ``last_tokens`` that holds the
     token, or -1 where ``input_ids`` does. block_table [seqs, pages] int32, seq_lens [seqs] int32, cu_seqlens_q [seqs + 1] int32,
     logits_rows [seqs] int64; temperature, top_p [seqs] fp32, top_k [seqs] int32, seeds, draws [seqs] int64 as ``tkernels.sample``.
-    Returns tokens [seqs] int64.
+    Returns tokens [seqs] int64; with ``gives_logits`` also the logits, [seqs, vocab] in the model's dtype.
     """
 
     last_tokens: torch.Tensor
 
-    def __init__(self, model: CausalLM, max_num_seqs: int) -> None:
+    def __init__(self, model: CausalLM, max_num_seqs: int, *, gives_logits: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.gives_logits = model, gives_logits
         device = model.embed_tokens.device
         with torch.inference_mode(False):  # it is written in steps, which may be outside of inference mode
             self.register_buffer("last_tokens", torch.zeros(max_num_seqs, dtype=torch.int64, device=device), persistent=False)
@@ -77,10 +78,11 @@ class StepModule(nn.Module):
         seeds: torch.Tensor,
         draws: torch.Tensor,
         max_query_len: int,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ids = torch.where(token_source >= 0, self.last_tokens[token_source.clamp(min=0)], input_ids)
         logits = self.model(ids, positions, slot_mapping, block_table, seq_lens, cu_seqlens_q, logits_rows, max_query_len)
-        return tkernels.sample(logits, temperature, top_k, top_p, seeds, draws)
+        tokens = tkernels.sample(logits, temperature, top_k, top_p, seeds, draws)
+        return (tokens, logits) if self.gives_logits else tokens
 
 
 class Launched(NamedTuple):
@@ -88,6 +90,7 @@ class Launched(NamedTuple):
 
     host: torch.Tensor
     event: torch.cuda.Event | None
+    logprobs: Pending | None = None
 
 
 class Runner:
@@ -98,7 +101,7 @@ class Runner:
         self.device = model.embed_tokens.device
         self.page_size = config.cache.page_size
         self.max_num_seqs, self.max_batch_tokens = config.scheduler.max_num_seqs, config.scheduler.max_batch_tokens
-        self.module = StepModule(model, self.max_num_seqs)
+        self.module = StepModule(model, self.max_num_seqs, gives_logits=True)
         self._range = np.arange(self.max_num_seqs + 1)
         stored, own = config.cache.dtype, str(model.spec.dtype).removeprefix("torch.")
         if stored not in ("auto", "fp8_e4m3", own):
@@ -109,7 +112,8 @@ class Runner:
         # A request holds at most what the pool has, so a table needs no more columns than that (and never fewer: B048).
         self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
         self.num_columns = -(-self.max_context // self.page_size)
-        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs})
+        # Logits are lent: most steps do not look at them, and those that do look at once.
+        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=(1,))
         # One row for each running request, filled as its pages are given; a step's inputs are gathered from them.
         rows = self.max_num_seqs
         self._table = np.zeros((rows, self.num_columns), np.int32)
@@ -117,6 +121,8 @@ class Runner:
         self._table_filled = [0] * rows
         self._temperature, self._top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
         self._top_k, self._seeds = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
+        self.sampler = SlotSampler(model.spec.vocab, rows, self.device)
+        self._asks_more = False  # whether any request ever asked for more than the captured step's draws
         self._source_row: dict[int, int] = {}  # request number -> its row in last_tokens, after the newest step
 
     # -- sizing ---------------------------------------------------------------------------------------------------------------
@@ -170,22 +176,25 @@ class Runner:
     # -- steps ----------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, step: Step) -> Launched:
-        """Start a step. Does not wait for the device."""
+    def launch(self, step: Step, masks: Mapping[int, np.ndarray] | None = None) -> Launched:
+        """Start a step. Does not wait for the device. masks: by request number, what its mask allows for this step's token."""
         if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
         arguments = self.arguments(step)
         context = int(arguments["seq_lens"].sum()) // len(step.rows)
-        tokens = self.steps.at(context)(**arguments)
+        tokens, logits = self.steps.at(context)(**arguments)
+        logprobs = None
+        if self._asks_more:
+            tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})
         self.module.last_tokens[: len(step.rows)].copy_(tokens)
         self._source_row = {each[0].number: row for row, each in enumerate(step.rows) if each[3]}
         if self.device.type != "cuda":
-            return Launched(tokens, None)
+            return Launched(tokens, None, logprobs)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
-        return Launched(host, event)
+        return Launched(host, event, logprobs)
 
     def read(self, launched: Launched) -> list[int]:
         """The step's tokens, one a chunk. Waits for the copy to the host: without that the numbers may not be there yet (B163)."""
@@ -193,6 +202,10 @@ class Runner:
             launched.event.synchronize()
         collectives.check()  # what came while a rank was missing is no answer
         return launched.host.tolist()
+
+    def read_logprobs(self, launched: Launched) -> dict[int, TokenLogprob]:
+        """What requests wanted of the step's tokens, by request number; after ``read``."""
+        return {} if launched.logprobs is None else launched.logprobs.read()
 
     def bound(self, max_query_len: int) -> int:
         """What a graph is made for: 1 (every query has one token) or all tokens of the largest step."""
@@ -272,6 +285,9 @@ class Runner:
             params = request.params
             self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
             self._seeds[row] = request.seed
+            if request.adjusts or params.logprobs is not None:
+                self.sampler.admit(request)
+                self._asks_more = True
         filled = self._table_filled[row]
         self._table[row, filled : len(pages)] = pages[filled:]
         self._table_filled[row] = len(pages)

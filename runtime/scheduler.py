@@ -128,6 +128,8 @@ class Scheduler:
         request.token_limit = min(length + request.params.max_tokens, self.max_context + 1)
         request.arrived_ms = self.clock_ms
         if pages.prefix_cache:  # now, so that no step waits for it
+            if request.first is not None:  # the same tokens
+                request.digests = request.first.digests[: (length - 1) // pages.page_size]
             self._extend_digests(request, (length - 1) // pages.page_size)
         self.waiting.append(request)
         self.waiting_tokens += length
@@ -175,13 +177,15 @@ class Scheduler:
                 self._release_if_idle(request)
                 continue
             request.num_computed = start + count
+            if start < request.num_prompt and request.params.n > 1:
+                self._blocked = False  # its other answers may be waiting for these pages
             if request.num_computed >= (request.num_registered + 1) * page_size:
                 self._register_pages(request)
             if not samples:
                 continue
             request.tokens.append(token)
             grown.append(request)
-            if token in request.eos_tokens and not request.params.ignore_eos:
+            if token in request.end_tokens:
                 self.finish(request, "stop")
             elif request.exhausted and len(request.tokens) >= request.token_limit:
                 self.finish(request, "length")
@@ -250,7 +254,7 @@ class Scheduler:
         for request in running:  # preemption takes requests from the end, behind the one that is given a token
             start = request.num_scheduled
             length = len(request.tokens) + request.num_sampling
-            if length != start + 1 or request.exhausted:
+            if length != start + 1 or request.exhausted or (request.lockstep and request.num_sampling):
                 continue
             if not start % page_size and start == len(request.pages) * page_size:
                 fits, victims = self._grow(request, length)
@@ -336,7 +340,13 @@ class Scheduler:
         if self.reserve and self.running and not self._fits_to_the_end(request):
             return False
         pages: list[int] = []
-        if blocks.prefix_cache:
+        shared = self._shared_pages(request)
+        if shared is None:
+            return False
+        if shared:
+            pages = list(shared)
+            blocks.take(pages)
+        elif blocks.prefix_cache:
             # Never the page of the last token: at least one token must be run to yield the next (B146).
             self._extend_digests(request, (length - 1) // blocks.page_size)
             pages = blocks.lookup(request.digests[: (length - 1) // blocks.page_size])
@@ -352,6 +362,17 @@ class Scheduler:
         self.cached_tokens += request.num_computed
         self.waiting_tokens -= length
         return True
+
+    def _shared_pages(self, request: Request) -> Sequence[int] | None:
+        """Pages of the prompt that another answer to it holds; None while these are still being computed.
+
+        Full pages only, and never that of the last token: each answer writes its own last page, so nothing is ever copied.
+        """
+        first = request.first
+        if first is None or first.row < 0 or first.finish_reason is not None or request.num_generated:
+            return ()
+        count = (request.num_prompt - 1) // self.blocks.page_size
+        return None if first.num_computed < count * self.blocks.page_size else first.pages[:count]
 
     def _fits_to_the_end(self, request: Request) -> bool:
         """Whether the cache is expected to hold all running requests and this one until each has ended."""

@@ -152,11 +152,11 @@ class DeviceClock:
         uploads = [arena.upload for arena in self._arenas]
         current: list[torch.cuda.Event] = []
 
-        def launch(step: Any) -> Any:
+        def launch(*step: Any) -> Any:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             current[:] = [begin]
             begin.record()
-            launched = self._launch(step)
+            launched = self._launch(*step)
             end.record()
             self._spans.append((begin, end, self._rested))
             self._rested = False
@@ -169,7 +169,7 @@ class DeviceClock:
 
             return marked
 
-        runner.launch = launch  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign, assignment]
         for arena, upload in zip(self._arenas, uploads, strict=True):
             arena.upload = marking(upload)  # type: ignore[method-assign]
 

@@ -1,0 +1,195 @@
+"""Draws that ask for more than temperature, top-k and top-p: min-p, penalties, bias, masks; and log-probabilities.
+
+The captured step draws every row plainly, so that a graph is the same whatever requests ask. Behind it, on the rows that ask for
+more and on no others, these kernels adjust the logits and draw again. Nothing of this waits for the device, and a step in which no
+request asks for more costs nothing. State lies on the device by request slot (the request's row in the block table), is set when a
+request takes the slot, and is made when the first request needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import tkernels
+from runtime.request import Request, TokenLogprob
+from runtime.scheduler import Chunk, Step
+
+_MAX_BIAS = 1024  # entries of one request, as SamplingParams allows
+
+
+class Pending(NamedTuple):
+    """Log-probabilities on their way to the host: of which requests, how many of the likeliest each wants, and the values."""
+
+    wanted: list[tuple[int, int]]  # request number, count
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+    def read(self) -> dict[int, TokenLogprob]:
+        """By request number. Call it once the copies have arrived."""
+        rows = zip(self.wanted, self.chosen.tolist(), self.ids.tolist(), self.values.tolist(), strict=True)
+        return {
+            number: TokenLogprob(own, dict(zip(ids[:count], values[:count], strict=True))) for (number, count), own, ids, values in rows
+        }
+
+
+def pack_mask(words: Any, vocab: int) -> np.ndarray | None:
+    """What a TokenMask gave, as int32 words; None for None. Raises ValueError or TypeError for anything that is no mask."""
+    if words is None:
+        return None
+    packed = np.asarray(words)
+    size = -(-vocab // 32)
+    if packed.dtype not in (np.int32, np.uint32) or packed.size != size:
+        raise ValueError(f"expected {size} packed int32 words for a vocabulary of {vocab}, got {packed.size} of {packed.dtype}")
+    packed = packed.reshape(-1).view(np.uint32)
+    if not packed[:-1].any() and not int(packed[-1]) & (0xFFFFFFFF >> (-vocab % 32)):
+        raise ValueError("it allows no token at all")
+    return packed.view(np.int32)
+
+
+def _pack_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """The mask that allows these tokens."""
+    packed = np.zeros(-(-vocab // 32), np.uint32)
+    np.bitwise_or.at(packed, np.array(ids) // 32, np.uint32(1) << (np.array(ids) % 32).astype(np.uint32))
+    return packed.view(np.int32)
+
+
+class SlotSampler:
+    """State of ``num_slots`` requests, and the draws that need it."""
+
+    def __init__(self, vocab: int, num_slots: int, device: torch.device) -> None:
+        self.vocab, self.num_slots, self.device = vocab, num_slots, device
+        self._counts: torch.Tensor | None = None
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mask: torch.Tensor | None = None
+        self._allowed: dict[int, np.ndarray] = {}  # slot -> the mask of its allowed_token_ids
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        """To the device, without waiting for it."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def admit(self, request: Request) -> None:
+        """A request has taken its row: set the state of that slot. Its tokens are all known then, also after a preemption."""
+        params, slot = request.params, request.row
+        with torch.inference_mode(False):  # state is made once and written in steps, which may be outside of inference mode
+            if params.penalises and self._counts is None:
+                self._counts = torch.zeros((self.num_slots, self.vocab), dtype=torch.int32, device=self.device)
+            if params.logit_bias and self._bias is None:
+                shape = (self.num_slots, _MAX_BIAS)
+                ids = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+                self._bias = ids, torch.zeros(shape, dtype=torch.float32, device=self.device)
+            if (params.allowed_token_ids is not None or request.mask is not None) and self._mask is None:
+                shape = (self.num_slots, -(-self.vocab // 32))
+                self._mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        if params.penalises:
+            assert self._counts is not None
+            self._counts[slot].zero_()
+            said = self._send(np.array(request.tokens, np.int64))
+            slots = torch.full_like(said, slot)
+            split = request.num_prompt
+            tkernels.count_tokens(self._counts, slots[:split], said[:split], prompt=True)
+            tkernels.count_tokens(self._counts, slots[split:], said[split:])
+        if self._bias is not None:
+            entries = len(params.logit_bias)
+            tokens, values = np.full(_MAX_BIAS, -1, np.int32), np.zeros(_MAX_BIAS, np.float32)
+            tokens[:entries], values[:entries] = list(params.logit_bias), list(params.logit_bias.values())
+            self._bias[0][slot].copy_(self._send(tokens))
+            self._bias[1][slot].copy_(self._send(values))
+        if self._mask is not None:
+            self._allowed.pop(slot, None)
+            if params.allowed_token_ids is None:
+                self._mask[slot].fill_(-1)
+            else:
+                self._allowed[slot] = _pack_ids(params.allowed_token_ids, self.vocab)
+                self._mask[slot].copy_(self._send(self._allowed[slot]))
+
+    def run(
+        self, step: Step, tokens: torch.Tensor, logits: torch.Tensor, masks: Mapping[int, np.ndarray]
+    ) -> tuple[torch.Tensor, Pending | None]:
+        """The step's tokens, those of rows that ask for more drawn again, and the log-probabilities that requests want.
+
+        tokens [seqs], logits [seqs, vocab]: what the step gave. masks: by request number, what masks allow for this token.
+        """
+        logits = logits.as_subclass(torch.Tensor)  # on loan until the next step, and read before it
+        adjusted = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.samples and chunk.request.adjusts]
+        if adjusted:
+            index, drawn = self._draw(adjusted, logits, masks)
+            tokens = drawn if len(adjusted) == len(step.chunks) else tokens.index_copy(0, index, drawn)
+        wanted = [
+            (row, chunk.request.number, chunk.request.params.logprobs)
+            for row, chunk in enumerate(step.chunks)
+            if chunk.samples and chunk.request.params.logprobs is not None
+        ]
+        if not wanted:
+            return tokens, None
+        index = self._send(np.array([row for row, _, _ in wanted]))
+        most = min(max(count for _, _, count in wanted), self.vocab)
+        found = tkernels.top_logprobs(logits.index_select(0, index), tokens.index_select(0, index), most)
+        return tokens, Pending([(number, count) for _, number, count in wanted], *map(self._fetch, found))
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """To the host, without waiting: it is there once the step's event has passed."""
+        if self.device.type == "cpu":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def _draw(
+        self, adjusted: list[tuple[int, Chunk]], logits: torch.Tensor, masks: Mapping[int, np.ndarray]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, their tokens)."""
+        requests = [chunk.request for _, chunk in adjusted]
+        params = [request.params for request in requests]
+        count = len(adjusted)
+        # All numbers in one buffer, so that they travel in one copy: four rows of int64, then seven of 32 bits.
+        packed = np.empty(count * (4 * 8 + 7 * 4), np.uint8)
+        wide, narrow = packed[: count * 32].view(np.int64).reshape(4, -1), packed[count * 32 :].view(np.float32).reshape(7, -1)
+        wide[0] = [row for row, _ in adjusted]
+        wide[1] = [request.row for request in requests]
+        wide[2] = [request.seed for request in requests]
+        wide[3] = [chunk.num_generated for _, chunk in adjusted]
+        for i, name in enumerate(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")):
+            narrow[i] = [getattr(each, name) for each in params]
+        narrow[6].view(np.int32)[:] = [each.top_k for each in params]
+        sent = self._send(packed)
+        index, slots, seeds, draws = sent[: count * 32].view(torch.int64).view(4, -1)
+        temperature, top_p, min_p, repetition, presence, frequency, top_k = sent[count * 32 :].view(torch.float32).view(7, -1)
+        state: dict[str, torch.Tensor] = {}
+        penalises = any(each.penalises for each in params)
+        if penalises:
+            assert self._counts is not None
+            state |= {"counts": self._counts, "repetition": repetition, "presence": presence, "frequency": frequency}
+        if width := max(len(each.logit_bias) for each in params):
+            assert self._bias is not None
+            width = 1 << (width - 1).bit_length()
+            state |= {"bias_ids": self._bias[0][:, :width], "bias_values": self._bias[1][:, :width]}
+        self._take_masks(requests, masks)
+        if any(request.mask is not None or request.params.allowed_token_ids is not None for request in requests):
+            assert self._mask is not None
+            state["mask"] = self._mask
+        if count < len(logits):
+            logits = logits.index_select(0, index)
+        shaped = tkernels.adjust_logits(logits, slots=slots, **state)
+        drawn = tkernels.sample(shaped, temperature, top_k.view(torch.int32), top_p, seeds, draws, min_p=min_p)
+        if penalises:
+            assert self._counts is not None
+            tkernels.count_tokens(self._counts, slots, drawn)
+        return index, drawn
+
+    def _take_masks(self, requests: list[Request], masks: Mapping[int, np.ndarray]) -> None:
+        """Put what the masks allow for this token into their slots."""
+        given = [(request.row, masks.get(request.number)) for request in requests if request.mask is not None]
+        if not given:
+            return
+        assert self._mask is not None
+        rows = np.full((len(given), self._mask.shape[1]), -1, np.int32)
+        for row, (slot, words) in zip(rows, given, strict=True):
+            if words is not None:
+                row &= words
+            if slot in self._allowed:
+                row &= self._allowed[slot]
+        self._mask.index_copy_(0, self._send(np.array([slot for slot, _ in given])), self._send(rows))
