@@ -186,3 +186,31 @@ def test_top_logprobs(measure: Any, rows: int, peer: str) -> None:
         return Problem(peers=calls, expected=want, tolerance=1e-5, bytes=moved, sets=len(logits))
 
     measure(build)
+
+
+@pytest.mark.parametrize("rows", sizes([1, 8, 16, 64], [1]), ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("peer", [OURS, "tkernels, two kernels", EAGER])
+def test_linear_argmax(measure: Any, rows: int, peer: str) -> None:
+    """The LM head of a Llama-1B and the greedy token, beside the same as linear and sample."""
+    k = sizes([2048], [64])[0]
+
+    def build() -> Problem:
+        weights = [torch.randn((VOCAB, k), device=DEVICE).mul_(k**-0.5).to(DTYPE) for _ in range(sets_for(VOCAB * k * DTYPE.itemsize))]
+        x = torch.randn((rows, k), device=DEVICE).to(DTYPE)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+        greedy = (zeros.float(), zeros.int(), zeros.float() + 1, zeros, zeros)
+        logits = tkernels.linear(x, weights[0])
+
+        def check(name: str, tokens: torch.Tensor) -> float:
+            # cuBLAS rounds a few logits differently, so its token may be one that is as good within a rounding
+            return float((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]).float().max())
+
+        calls = {
+            OURS: lambda i: tkernels.linear_argmax(x, weights[i]),
+            "tkernels, two kernels": lambda i: tkernels.sample(tkernels.linear(x, weights[i]), *greedy),
+            EAGER: lambda i: torch.nn.functional.linear(x, weights[i]).argmax(-1),
+        }
+        moved = (VOCAB * k + rows * k) * DTYPE.itemsize
+        return Problem(peers=calls, check=check, tolerance=2**-5, bytes=moved, flops=2 * rows * VOCAB * k, sets=len(weights))
+
+    measure(build)

@@ -11,6 +11,7 @@ from tkernels.fp8 import (
     silu_and_mul_fp8,
     silu_and_mul_fp8_dynamic,
 )
+from tkernels.head import linear_argmax
 from tkernels.layernorm import layer_norm
 from tkernels.linear import linear
 from tkernels.logits import adjust_logits, count_tokens
@@ -32,6 +33,7 @@ __all__ = [
     "gelu_mul",
     "layer_norm",
     "linear",
+    "linear_argmax",
     "merge_attention",
     "paged_attention",
     "paged_attention_out",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels._sampling_kernels import key_of
 from tkernels._triton import cast, cdiv, dot, tl, triton
 from tkernels.activation import activate
 
@@ -47,11 +48,13 @@ def _weighted(x, norm, squares):
 
 @triton.jit
 def _finish(
-    y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, n, stride_rm,
+    y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, rows, n, stride_rm, dtype: tl.constexpr, AXIS_N: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs."""
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    """Bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs.
+
+    An int64 y_ptr takes no outputs but, per program and row, the key of the largest: its value, then the lower id first.
+    """
     if HAS_BIAS:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
     y = cast(y, dtype)
@@ -62,7 +65,14 @@ def _finish(
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + offs_m.to(tl.int64) * stride_rm + offs_n, mask=mask, other=0.0)
         y = cast(residual.to(tl.float32) + y.to(tl.float32), dtype)
-    tl.store(y_ptr + offs_m.to(tl.int64) * n + offs_n, y, mask=mask)
+    if y_ptr.dtype.element_ty == tl.int64:
+        wide = y.to(tl.float32)
+        wide = tl.where(wide == 0.0, 0.0, tl.where(wide == wide, wide, -float("inf")))
+        keys = tl.where(mask, (key_of(wide, 0).to(tl.int64) << 32) | (0xFFFFFFFF - offs_n.to(tl.int64)), -0x7FFFFFFFFFFFFFFF)
+        best = tl.expand_dims(tl.max(keys, AXIS_N), AXIS_N)
+        tl.store(y_ptr + tl.program_id(0).to(tl.int64) * rows + offs_m, best, mask=offs_m < rows)
+    else:
+        tl.store(y_ptr + offs_m.to(tl.int64) * n + offs_n, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,7 +119,7 @@ def _vector_kernel(
         up *= scale
     _finish(
         y, up, bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
-        n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+        rows, n, stride_rm, x_ptr.dtype.element_ty, 1, HAS_BIAS, GATED, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -191,12 +201,12 @@ def _matrix_kernel(
                 acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
             _finish(
                 acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
-                n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+                rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_BIAS, GATED, HAS_RESIDUAL,
             )  # fmt: skip
     else:
         _finish(
             acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
-            n, stride_rm, HAS_BIAS, GATED, HAS_RESIDUAL,
+            rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_BIAS, GATED, HAS_RESIDUAL,
         )  # fmt: skip
 
 
@@ -216,9 +226,12 @@ def launch(
     y: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Run one tile. x [rows, k], weight [n or 2 n, k], residual [rows, n], last strides 1, y [rows, n] contiguous; unchecked."""
+    """Run one tile. x [rows, k], weight [n or 2 n, k], residual [rows, n], last strides 1, y [rows, n] contiguous; unchecked.
+
+    An int64 y [n / block_n, rows] takes the key of each program's largest output instead of the outputs.
+    """
     rows, k = x.shape
-    n = y.shape[1]
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
     block_m = row_class(rows)
     even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
     grid = (cdiv(n, tile.block_n),)

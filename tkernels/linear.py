@@ -101,7 +101,7 @@ def _check(
         _checks.check_device("residual", residual, x, "x")
 
 
-def _streamable(*tensors: torch.Tensor | None) -> bool:
+def streamable(*tensors: torch.Tensor | None) -> bool:
     """Rows with last stride 1 that fold to two dimensions without a copy; others go to cuBLAS, which takes any strides."""
     return all(t is None or (t.stride(-1) == 1 and (t.dim() == 2 or t.is_contiguous())) for t in tensors)
 
@@ -118,7 +118,7 @@ def _linear(
     _check(x, weight, bias, norm_weight, residual, gated)
     n, k = weight.shape
     rows = x.numel() // k if k else 0
-    if 0 < rows <= MAX_ROWS and _streamable(x, weight, bias, residual):
+    if 0 < rows <= MAX_ROWS and streamable(x, weight, bias, residual):
         target = target_of(x.device)
         suffix = "gated" if gated else "plain"
         if norm_weight is not None:

@@ -223,6 +223,12 @@ def top_logprobs(device: torch.device) -> list[Call]:
     return calls
 
 
+def linear_argmax(device: torch.device) -> list[Call]:
+    weight, norm_weight = torch.randn(8, 24, device=device), torch.randn(24, device=device)
+    inputs = (torch.randn(3, 24, device=device), column_slice(torch.randn(3, 24, device=device)), torch.randn(0, 24, device=device))
+    return [((x, weight, norm_weight if i else None), {}) for i, x in enumerate(inputs)]
+
+
 SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "adjust_logits": adjust_logits,
     "add_rms_norm": add_rms_norm,
@@ -234,6 +240,7 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "gelu_mul": gelu_mul,
     "layer_norm": layer_norm,
     "linear": linear,
+    "linear_argmax": linear_argmax,
     "merge_attention": merge_attention,
     "padded_attention": padded_attention,
     "paged_attention": paged_attention,

@@ -26,7 +26,7 @@ def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
     launched, _, constants = done.stdout.strip().partition("|")
     assert set(launched.split()) >= {
         "_vector_kernel", "_matrix_kernel", "_rope_kernel", "_rms_norm_kernel", "_layer_norm_kernel", "_gated_kernel",
-        "_quantize_kernel", "runs_kernel", "finish_kernel",
+        "_quantize_kernel", "runs_kernel", "finish_kernel", "_best_kernel",
         "_adjust_kernel", "_count_kernel", "_parts_kernel", "_finish_kernel",
     }  # fmt: skip
     assert {"n", "k_total", "num_heads", "hidden", "width", "vocab"} <= set(constants.split())
@@ -71,7 +71,7 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
 
 
 def _launch_all() -> None:
-    from tkernels import activation, embedding, layernorm, logits, logprobs, quant, rmsnorm, sampling
+    from tkernels import activation, embedding, head, layernorm, logits, logprobs, quant, rmsnorm, sampling
     from tkernels._linear_kernels import Tile, launch
     from tkernels.rope import _rope, _rope_and_cache
 
@@ -83,7 +83,9 @@ def _launch_all() -> None:
     vector, matrix, sliced = Tile("vector", 1, 64, 1, 4, 1), Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 16, 32, 2, 4, 2)
     for tile in (vector, matrix, sliced):
         launch(x, zeros(2, 1), zeros(2), weight, x, True, 1e-6, zeros(1, 1), tile)
+        launch(x, zeros(1, 1), None, weight, None, False, 1e-6, zeros(1, 1, dtype=torch.int64), tile)
     launch(x, zeros(1, 1), None, None, None, False, 1e-6, zeros(1, 1), Tile("matrix", 16, 32, 1, 4, 2, splits=2))
+    head._best_kernel[(1,)](index, index, 1, 1, BLOCK=1024, num_warps=4)
     rmsnorm.launch(x, weight, 1e-6, 0.0, residual=x)
     rmsnorm.launch(x, weight, 1e-6, 0.0, block=16)
     embedding._embedding_rms_norm(index, x, weight, 1e-6)
