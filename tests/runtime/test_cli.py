@@ -165,8 +165,27 @@ def test_progress_counts_the_tokens_that_there_are(config: Path) -> None:
     engine = Engine(config=RuntimeConfig.load(config).override(**{"graph.mode": "eager"}))
     shown = io.StringIO()
     errors = Console(force_terminal=True, color_system=None, file=shown, width=120)
-    _answer(engine, ["ab", "y" * 400], SamplingParams(max_tokens=6), False, errors)  # the other one is refused
+    _answer(engine, ["ab", "y" * 400], [SamplingParams(max_tokens=6)] * 2, False, errors)  # the other one is refused
     assert re.search(r"6/6 .*2 of 2 answers", shown.getvalue())
+
+
+def test_generate_reads_parameters_of_each_line_and_writes_json_lines(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"prompt": "ab"}, {"prompt": [1, 2], "id": "x", "params": {"max_tokens": 5, "n": 2, "temperature": 1.0}}, {"prompt": "y" * 400}]
+    prompts.write_text("\n\n".join(json.dumps(row) for row in rows))
+    options = ["--config", str(config), "--graph.mode", "eager", "--input", str(prompts), "--max-tokens", "3", "--logit-bias", '{"5": -9}']
+    code, out, err = run(capsys, "generate", *options, "--output", str(answers), "--logprobs", "1")
+    assert code == 1 and "2 answered, 1 refused" in out, err
+    found = {row["id"]: row for row in map(json.loads, answers.read_text().splitlines())}
+    assert list(map(len, (found[1]["answers"], found["x"]["answers"]))) == [1, 2] and "400 tokens" in found[5]["error"]
+    assert [len(each["token_ids"]) for each in found["x"]["answers"]] == [5, 5]
+    assert all(len(each["top"]) == 1 for each in found[1]["answers"][0]["logprobs"])
+    code, out, err = run(capsys, "generate", *options, "--output", str(answers))
+    assert code == 0 and "3 of 3 prompts are answered already" in out, err
+    code, out, err = run(capsys, "generate", *options, "--quiet")
+    assert code == 1 and out.split("\n")[0] == found[1]["answers"][0]["text"].split("\n")[0]
 
 
 def test_a_key_that_does_not_exist_in_the_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
