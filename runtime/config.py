@@ -106,7 +106,9 @@ class SchedulerConfig(_Section):
     max_num_seqs: PositiveInt = Field(256, description="requests running at once")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens in one step")
     max_context: int = Field(0, ge=0, description="tokens of one request, prompt and answer; 0: as many as the model takes")
-    ttft_ms: float = Field(0, ge=0, description="target for the time to the first token, 0: none")
+    ttft_ms: float = Field(
+        0, ge=0, description="target for the time to the first token, 0: none; within half of it shorter prompts may overtake"
+    )
     itl_ms: float = Field(0, ge=0, description="target for the time between tokens, 0: none")
     overlap: bool = Field(True, description="prepare step n+1 while the device runs n")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -115,7 +116,9 @@ class StepCosts:
         return self._mixed.sizes
 
 
-def load_table(path: str | Path, rule: Rule = "cheapest") -> StepCosts:
+def load_table(
+    path: str | Path, rule: Rule = "cheapest", sizes: Sequence[int] | None = None, modes: Mapping[str, Sequence[str]] | None = None
+) -> StepCosts:
     """A table from a JSON file, see ``table_of``. Raises ValueError naming the fault."""
     try:
         data = json.loads(Path(path).read_text())
@@ -123,14 +126,21 @@ def load_table(path: str | Path, rule: Rule = "cheapest") -> StepCosts:
         raise ValueError(f"--costs {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--costs {path}: not JSON: {error}") from error
-    return table_of(data, rule, f"--costs {path}")
+    return table_of(data, rule, f"--costs {path}", sizes, modes)
 
 
-def table_of(data: Any, rule: Rule = "cheapest", where: str = "costs") -> StepCosts:
+def table_of(
+    data: Any,
+    rule: Rule = "cheapest",
+    where: str = "costs",
+    sizes: Sequence[int] | None = None,
+    modes: Mapping[str, Sequence[str]] | None = None,
+) -> StepCosts:
     """A table from ``{"device", "decode": [rows], "mixed": [rows], "kv_ms"?, "pair_ms"?, "num_pages"?}``, as ``plan --json`` writes.
 
     A row has "size" and at least one of "eager_ms", "piecewise_ms", "full_ms". Without kv_ms and pair_ms a step costs the same
-    at every context.
+    at every context. sizes: as if these had been captured, their costs on straight lines between the measured ones; modes: by kind,
+    the graphs that there are at them, by default both.
     """
     try:
         rows = {kind: [_row(kind, row) for row in data[kind]] for kind in ("decode", "mixed")}
@@ -139,9 +149,26 @@ def table_of(data: Any, rule: Rule = "cheapest", where: str = "costs") -> StepCo
         raise ValueError(f'{where}: expected "decode" and "mixed" with rows of "size" and "…_ms": {error!r}') from error
     if min(slopes.values()) < 0 or not all(rows.values()):
         raise ValueError(f"{where}: expected at least one row for decode and for mixed, and no negative cost")
+    if sizes is not None:
+        rows = {kind: resampled(each, sizes, (modes or {}).get(kind, ("piecewise", "full"))) for kind, each in rows.items()}
     table = StepCosts(rows["decode"], rows["mixed"], **slopes, rule=rule, source=f"measured: {data.get('device', where)}")
     table.num_pages = int(data["num_pages"]) if "num_pages" in data else None
     return table
+
+
+def resampled(rows: Sequence[PlanRow], sizes: Sequence[int], modes: Sequence[str]) -> list[PlanRow]:
+    """Rows for graphs of ``modes`` at ``sizes``, up to the largest one measured, and the eager costs as they were measured."""
+    kind = rows[0].key
+    found = {row.size: PlanRow(kind, row.size, row.eager_ms, None, None, "", 0) for row in rows if row.eager_ms is not None}
+    for mode in modes:
+        points = sorted((row.size, ms) for row in rows if (ms := getattr(row, f"{mode}_ms")) is not None)
+        for size in sizes:
+            if points and size <= points[-1][0]:
+                index = bisect_left(points, (size, 0.0))
+                (x0, y0), (x1, y1) = points[max(index - 1, 0)], points[index]
+                ms = y1 if x1 == x0 else max(y0 + (y1 - y0) * (size - x0) / (x1 - x0), min(y0, y1))
+                found[size] = replace(found.get(size, PlanRow(kind, size, None, None, None, "", 0)), **{f"{mode}_ms": ms})
+    return sorted(found.values(), key=lambda row: row.size)
 
 
 def _row(kind: str, row: Mapping[str, Any]) -> PlanRow:

@@ -65,8 +65,9 @@ _FLOPS_SHARE = 0.70  # of the dense peak, large matrix products
 _ATTENTION_SHARE = 0.50  # of the dense peak, prefill attention
 _KERNELS_A_LAYER = 9  # norms, four projections, rotation with the cache's write, attention, activation, all as single kernels
 _KERNEL_MS = 0.002  # start and end of one kernel inside a graph
-_LAUNCH_MS = 0.020  # host time of one kernel in compiled code without a graph: 3.0 ms for 16 layers on an H200's host
-_SPLIT_MS = 0.030  # host time of one piece's graph and the attention call after it
+_LAUNCH_MS = 0.070  # host time of one kernel without a graph, Python around it: 10 ms for 16 layers on an H200's host
+_SPLIT_MS = 0.090  # host time of one piece's graph and the attention call after it: 1.5 ms for 16 layers there
+_GAP_MS = 0.002  # between two kernels outside of graphs, on the device
 _STEP_MS = 0.2  # inputs to the device, one graph launch, sampled tokens back
 
 
@@ -77,7 +78,8 @@ def step_ms(gpu: Gpu, shape: Shape, tokens: int, mode: str, seqs: int) -> float:
     moved = 1e3 * weights / (gpu.bandwidth * _MEMORY_SHARE)
     computed = 1e3 * work / (gpu.flops * _FLOPS_SHARE)
     kernels = shape.num_layers * _KERNELS_A_LAYER
-    device = max(moved, computed) + kernels * _KERNEL_MS
+    outside = {"eager": kernels, "piecewise": 2 * shape.num_layers, "full": 0}[mode]
+    device = max(moved, computed) + kernels * _KERNEL_MS + outside * _GAP_MS
     host = {"eager": kernels * _LAUNCH_MS, "piecewise": shape.num_layers * _SPLIT_MS, "full": 0.0}[mode]
     return _STEP_MS + max(device, host)
 

@@ -1,9 +1,10 @@
 """Which tokens of which requests run in the next step. Pure Python, deterministic, no torch.
 
-First come, first served. Running requests that need one token come first (decode), then prompts in chunks, within
-``max_batch_tokens``; a policy says how many prompt tokens, and may leave the decodes out of a step, never of two in a row. When
-pages run out, the latest arrival is preempted: it gives its pages back, keeps its tokens and is computed again later. The
-earliest request can take pages from all others and fits alone (``add`` makes sure), so it always goes on, and every request ends.
+First come, first served; with a target for the time to the first token, shorter prompts may overtake one that has used up less
+than half of it. Running requests that need one token come first (decode), then prompts in chunks, within ``max_batch_tokens``; a
+policy says how many prompt tokens, and may leave the decodes out of a step, never of two in a row. When pages run out, the latest
+arrival is preempted: it gives its pages back, keeps its tokens and is computed again later. The earliest request can take pages
+from all others and fits alone (``add`` makes sure), so it always goes on, and every request ends.
 
 A step goes through ``schedule`` (pages are taken), is run by the caller, and comes back through ``complete`` (tokens are
 appended, full pages offered to the prefix cache). Several steps may be between the two: what a step in flight reads or
@@ -26,6 +27,8 @@ from runtime.policy import CheapestPerToken, Composition, Load, fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
 Policy = Callable[[Load], Composition]
+_AHEAD = 32  # prompts that are admitted before their turn, so that the shortest can be chosen
+_OVERTAKE_SHARE = 0.5  # of the target for the first token, until which a prompt may be overtaken
 
 
 class Chunk(NamedTuple):
@@ -66,7 +69,8 @@ class Scheduler:
 
     policy: asked once a step that has prompts to work on. table: what steps cost, for the predicted clock that prompts' ages are
     read from. reserve: admit a request only if all that run, and it, are expected to fit until they end, so that preemption is
-    left to wrong expectations; False admits whatever fits now.
+    left to wrong expectations; False admits whatever fits now. overtake_ms: a prompt that has waited less may be overtaken by
+    shorter ones, of those admitted; 0: strictly by arrival.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Scheduler:
         policy: Policy = fill_budget,
         table: StepCosts | None = None,
         reserve: bool = False,
+        overtake_ms: float = 0.0,
     ) -> None:
         limits = {"max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
         for name, value in limits.items():
@@ -91,6 +96,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_seqs, self.max_batch_tokens, self.policy = max_num_seqs, max_batch_tokens, policy
         self.table, self.reserve, self.clock_ms = table, reserve, 0.0
+        self.overtake_ms = overtake_ms if table is not None else 0.0  # without costs there is no clock
         self.model_context = max_context
         self.max_context = min(max_context, blocks.usable_pages * blocks.page_size)
         # Every running request arrived before every waiting one, and both lists are in order of arrival.
@@ -236,9 +242,9 @@ class Scheduler:
         joining = min(self.max_batch_tokens - num_decodes, pending)
         if joining <= 0:
             return Composition(True, 0)
-        first = self._prefilling[0] if self._prefilling else self.waiting[0]
-        age = self.clock_ms - first.arrived_ms
-        chosen = self.policy(Load(num_decodes, self._context, joining, first.num_scheduled, pending, age, self._skipped))
+        oldest, begun = (self._prefilling[0], self._by_turn()[0].num_scheduled) if self._prefilling else (self.waiting[0], 0)
+        age = self.clock_ms - oldest.arrived_ms
+        chosen = self.policy(Load(num_decodes, self._context, joining, begun, pending, age, self._skipped))
         assert 0 <= chosen.prompt_tokens <= joining, "a policy cannot take more prompt tokens than there are"
         assert chosen.prompt_tokens or (chosen.decode and num_decodes), "a policy must let something run"
         assert chosen.decode or not self._skipped, "a policy must not leave the decodes out twice in a row"
@@ -274,25 +280,40 @@ class Scheduler:
         return preempted
 
     def _give_prompts(self, chunks: list[Row], allowance: int, admitting: bool) -> int:
-        """Prompt tokens, in order of arrival: of running requests, then of waiting ones. Their pages come with the admission.
-        Returns how many."""
+        """Prompt tokens: of running requests by turn, then of waiting ones. Their pages come with the admission. Returns how many."""
         left = allowance
-        for request in self._prefilling:
+        if self.overtake_ms:
+            while admitting and self.waiting and self._rows and len(self._prefilling) < _AHEAD and self._join():
+                pass
+        for request in self._by_turn():
             if left > 0 and request.row >= 0:  # not preempted for a decode of this step
                 count = min(request.num_to_run, left)
                 chunks.append(self._give(request, count))
                 left -= count
-        while admitting and self.waiting and self._rows and left > 0:
-            if not self._admit(self.waiting[0]):
-                self._blocked = True
-                break
-            request = self.waiting.popleft()
-            self.running.append(request)
-            self._prefilling.append(request)
+        while admitting and self.waiting and self._rows and left > 0 and self._join():
+            request = self.running[-1]
             count = min(request.num_to_run, left)
             chunks.append(self._give(request, count))
             left -= count
         return allowance - left
+
+    def _join(self) -> bool:
+        """Admit the first waiting request; False when it cannot be."""
+        if not self._admit(self.waiting[0]):
+            self._blocked = True
+            return False
+        request = self.waiting.popleft()
+        self.running.append(request)
+        self._prefilling.append(request)
+        self._stale = True  # with one token left to run it is a decode from the next step on
+        return True
+
+    def _by_turn(self) -> list[Request]:
+        """Admitted prompts in the order in which they are given tokens: by arrival, or the shortest rest first of those in time."""
+        if not self.overtake_ms or len(self._prefilling) < 2:
+            return self._prefilling
+        late = self.clock_ms - self.overtake_ms
+        return sorted(self._prefilling, key=lambda each: (each.arrived_ms > late, each.num_to_run if each.arrived_ms > late else 0))
 
     def _give(self, request: Request, count: int) -> Row:
         """Put the request's next ``count`` prompt tokens into a step."""
@@ -435,4 +456,5 @@ def make_scheduler(config: RuntimeConfig, table: StepCosts, *, num_pages: int, m
         policy=CheapestPerToken(table, ttft_ms=limits.ttft_ms, itl_ms=limits.itl_ms) if cost else fill_budget,
         table=table,
         reserve=cost,
+        overtake_ms=_OVERTAKE_SHARE * limits.ttft_ms if cost else 0.0,
     )

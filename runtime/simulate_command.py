@@ -79,19 +79,21 @@ def costs_of(config: RuntimeConfig, file: str | None, gpu: str, shape: str) -> t
     """The cost table and the number of pages.
 
     policy = "static" is the plain scheme: sizes in steps of 8 unless a list is given, full graphs for decode only, the nearest size.
+    Sizes that are given and were not measured lie on straight lines between those that were.
     """
     static, pages = config.scheduler.policy == "static", config.cache.num_pages
     rule: Rule = "fixed" if static else "cheapest"
-    if file is not None:
-        table = load_table(file, rule)
-        pages = table.num_pages if pages == "auto" and table.num_pages else pages
-        if pages == "auto":
-            raise ConfigError(f'cache.num_pages: {file} does not say how many pages the engine had; give a number, not "auto"')
-        return table, pages
     graph, limits = config.graph, config.scheduler
     sizes = graph.capture_sizes
     if static and sizes == "auto":
         sizes = [size for size in (1, 2, 4, *range(8, graph.max_tokens + 1, 8)) if size <= graph.max_tokens]
+    if file is not None:
+        modes = {"decode": ["full"], "mixed": ["piecewise"]} if static else None
+        table = load_table(file, rule, None if sizes == "auto" else sizes, modes)
+        pages = table.num_pages if pages == "auto" and table.num_pages else pages
+        if pages == "auto":
+            raise ConfigError(f'cache.num_pages: {file} does not say how many pages the engine had; give a number, not "auto"')
+        return table, pages
     captured, _ = capture_sizes(
         sizes,
         max_tokens=graph.max_tokens,

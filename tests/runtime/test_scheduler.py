@@ -15,6 +15,8 @@ from runtime.request import Request, RequestError, SamplingParams
 from runtime.scheduler import Scheduler, Step
 from tests.runtime.toy import RANGE, ToyRunner, answer
 
+FLAT = StepCosts(*[[PlanRow("", size, 1.0, None, None, "", 0) for size in (1, 64)]] * 2)  # every step takes 1 ms
+
 
 class Rig:
     """A scheduler, a toy runner, and the loop around them."""
@@ -30,9 +32,11 @@ class Rig:
         prefix_cache=True,
         policy=None,
         reserve=False,
+        overtake_ms=0.0,
     ):
         self.blocks = BlockManager(num_pages, page_size, prefix_cache)
-        extra = {"reserve": reserve} if policy is None else {"policy": policy, "reserve": reserve}
+        extra = {"reserve": reserve, "overtake_ms": overtake_ms, "table": FLAT}
+        extra |= {} if policy is None else {"policy": policy}
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_context=max_context, **extra
         )
@@ -352,6 +356,34 @@ def test_a_first_request_is_admitted_however_long_it_may_become() -> None:
     assert rig.scheduler.preemptions == 0
 
 
+def test_a_short_prompt_overtakes_a_long_one_that_is_in_time() -> None:
+    for overtake_ms, order in ((0.0, [0, 1, 2]), (100.0, [2, 1, 0])):
+        rig = Rig(max_batch_tokens=8, overtake_ms=overtake_ms)
+        for length in (40, 16, 3):
+            rig.add(length, max_tokens=2)
+        firsts: list[int] = []
+        for step in rig.run():
+            firsts += [chunk.request.number for chunk in step.chunks if chunk.samples and chunk.num_generated == 0]
+        assert firsts == order
+        rig.check_end()
+
+
+def test_no_prompt_is_overtaken_for_ever() -> None:
+    """Two short prompts arrive at every step and would take all of it: the long one has its turn once it has waited long enough."""
+    rig = Rig(max_batch_tokens=8, max_num_seqs=8, max_context=64, overtake_ms=10.0)
+    long = rig.add(40, max_tokens=1)
+    for step in range(60):
+        if long.num_generated:
+            break
+        for _ in range(2):
+            rig.add(4, max_tokens=1)
+        rig.step()
+        assert long.num_scheduled == 0 or step >= 10, "it is in time, and shorter ones are there"
+    assert long.num_generated == 1 and step <= 10 + 40 // 8 + 2
+    rig.run()
+    rig.check_end()
+
+
 def test_equal_inputs_give_equal_steps() -> None:
     def trace() -> list[list[tuple[int, int, int]]]:
         rig = Rig(num_pages=9, page_size=2, max_batch_tokens=7, max_num_seqs=4)
@@ -395,9 +427,10 @@ operations = st.lists(
     depth=st.integers(1, 2),
     reserve=st.booleans(),
     policy=st.sampled_from([None, *POLICIES]),
+    overtake_ms=st.sampled_from([0.0, 3.0, 1e9]),
 )
 def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
-    operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth, reserve, policy
+    operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth, reserve, policy, overtake_ms
 ) -> None:
     """Random arrivals, repeated prompts, aborts, failures and preemptions, with one or two steps in flight."""
     rig = Rig(
@@ -409,6 +442,7 @@ def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
         max_context=24,
         reserve=reserve,
         policy=policy,
+        overtake_ms=overtake_ms,
     )
     flying: list[tuple[Step, list[int]]] = []
 

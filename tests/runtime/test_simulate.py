@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulate_policies import run
 from runtime.admission import AnswerLengths, peak_tokens
 from runtime.cli import main
 from runtime.config import RuntimeConfig
 from runtime.costs import StepCosts, load_table
-from runtime.outcome import percentile
 from runtime.plan import PlanRow
-from runtime.roofline import GPUS, SHAPES, pages_that_fit, roofline, step_ms
+from runtime.roofline import GPUS, SHAPES, pages_that_fit, step_ms
 from runtime.scheduler import Scheduler
 from runtime.simulate import Arrival, make_scheduler, read_trace, simulate
 
@@ -102,21 +102,35 @@ def test_every_request_ends_and_none_waits_behind_later_ones(arrivals, policy, t
     made.complete = noting  # type: ignore[method-assign]
     outcome = simulate(arrivals, made, table)
     assert outcome.finished == len(arrivals) and outcome.generated_tokens == sum(arrival.generated for arrival in arrivals)
-    assert order == sorted(order)
+    if made.overtake_ms == 0:  # else see test_no_prompt_is_overtaken_for_ever
+        assert order == sorted(order)
     assert made.blocks.num_available == made.blocks.usable_pages
 
 
-def test_targets_hold_on_the_roofline_where_static_misses_them() -> None:
+def test_the_cost_policy_against_the_static_one_on_the_roofline() -> None:
+    """What the project promises of it, on a short piece of the trace at a rate that the static policy does not sustain."""
     arrivals = read_trace(TRACE)[:250]
-    table = roofline(GPUS["h200"], SHAPES["llama-8b"], range(8, 513, 8), max_num_seqs=256, max_batch_tokens=2048)
-    good = {}
-    for policy in ("static", "cost"):
-        config = RuntimeConfig.load({"scheduler": {"policy": policy, "ttft_ms": 500, "itl_ms": 50}})
-        made = make_scheduler(config, table, num_pages=10_000, max_context=8192)
-        outcome = simulate(arrivals, made, table, rate=8.0)
-        good[policy] = outcome.report()["goodput"], percentile(outcome.itl, 99)
-    assert good["cost"][0] > 1.15 * good["static"][0]
-    assert good["cost"][1] < 0.7 * good["static"][1]
+    static, cost = (run(policy, arrivals, 6.0) for policy in ("static", "cost"))
+    assert cost["goodput"] >= 1.15 * static["goodput"]
+    assert cost["itl_ms"]["p99"] <= 0.6 * static["itl_ms"]["p99"]
+    assert cost["ttft_ms"]["p50"] <= static["ttft_ms"]["p50"]
+    assert cost["padding"] <= 0.01 and cost["tokens_by_mode"]["eager"] <= 0.005
+
+
+def test_costs_of_sizes_that_were_not_measured_lie_on_straight_lines(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    rows = [PlanRow("", size, 50.0, 2.0 + size, 1.0 + size, "", 0) for size in (4, 8, 16)] + [PlanRow("", 64, 90.0, None, None, "", 0)]
+    save_rows(file, "some GPU", {"decode": rows, "mixed": rows})
+    table = load_table(file, sizes=[2, 6, 16, 32])
+    assert [table.step(tokens, False) for tokens in (1, 5, 6, 9)] == [
+        (5.0, "full", 2),
+        (7.0, "full", 6),
+        (7.0, "full", 6),
+        (17.0, "full", 16),
+    ]
+    assert table.step(17, False)[1:] == ("eager", 17), "no graph was measured that large"
+    plain = load_table(file, "fixed", [8], {"decode": ["full"], "mixed": ["piecewise"]})
+    assert plain.step(3, False) == (9.0, "full", 8) and plain.step(3, True) == (10.0, "piecewise", 8) and plain.step(9, True)[1] == "eager"
 
 
 def test_the_trace_is_read() -> None:
