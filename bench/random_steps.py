@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from runtime.calls import Staged
 from runtime.contract import same_bits
 from runtime.engine import Engine
 from runtime.graphed import GraphedModule
@@ -20,6 +22,10 @@ from runtime.request import SamplingParams
 
 _MODES = ("auto", "full", "piecewise", "full", "piecewise", "eager")
 _COMPARED_WITH_MODULE = 7  # every so many steps
+
+
+Step = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and logits."""
 
 
 class Difference(AssertionError):
@@ -33,7 +39,7 @@ class Compared:
         self.fast, self.caches, self.rng = fast, caches, rng
         self.modes: Counter[str] = Counter()
         self.sizes: Counter[int] = Counter()
-        self.tokens = self.tokens_of_module = 0
+        self.tokens = self.tokens_of_module = self.staged = 0
         self.context: int | None = None
 
     def at(self, context: int | None) -> Compared:
@@ -43,20 +49,41 @@ class Compared:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fast, name)
 
-    def __call__(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        fast = self.fast
-        dispatcher, steps = fast._dispatcher, fast._steps
-        assert dispatcher is not None and steps is not None
+    def stage(self, sizes: dict[str, int], *, context: int | None, **host: Any) -> Staged | None:
+        """As the module's, in a random mode; the call is compared."""
+        self._change_mode()
+        self.context = context
+        staged = self.fast.stage(sizes, context=context, **host)
+        if staged is None:
+            return None
+        key = next(k for k in self.fast._steps.keys.values() if k.text == f"max_query_len={host['max_query_len']}")  # type: ignore[union-attr]
+
+        def run(arrays: dict[str, Any]) -> Step:
+            self.staged += 1
+            return self._compared({**key.arena.as_tensors(arrays), **host}, lambda arguments: staged())
+
+        return Staged(staged.arrays, run)
+
+    def __call__(self, **arguments: Any) -> Step:
+        return self._compared(arguments, lambda arguments: self.fast.at(self.context)(**arguments))
+
+    def _change_mode(self) -> None:
+        dispatcher = self.fast._dispatcher
+        assert dispatcher is not None
         dispatcher.mode = self.rng.choice(_MODES)
         dispatcher.changed()
+
+    def _compared(self, arguments: dict[str, Any], run: Callable[[dict[str, Any]], Step]) -> Step:
+        fast = self.fast
+        steps = fast._steps
+        assert steps is not None
         number = sum(self.modes.values())
         decision = fast.at(self.context).explain(**arguments)
         call = fast._binding.read((), arguments)
         key = steps.keys.get(call.host)
         inputs = {name: t.to(steps.device) for name, t in call.tensors.items()}
-        if number % _COMPARED_WITH_MODULE == 0:
-            self._compare_with_module(call.sizes["seqs"], {**arguments, **inputs}, fast, arguments)
-        got = fast.at(self.context)(**arguments)
+        before = [cache.clone() for cache in self.caches] if number % _COMPARED_WITH_MODULE == 0 else []
+        got = run(arguments)
         after = [cache.clone() for cache in self.caches]
         with torch.no_grad():
             if key is None:
@@ -74,21 +101,25 @@ class Compared:
         for i, (cache, then) in enumerate(zip(self.caches, after, strict=True)):
             if not same_bits(cache, then):
                 raise Difference(f"{where}: cache {i} differs from what the callable not captured leaves")
+        if before:
+            self._compare_with_module(got[0], {**arguments, **inputs}, before)
         self.modes[decision.mode] += 1
         self.sizes[call.sizes["tokens"]] += 1
         return got
 
-    def _compare_with_module(self, seqs: int, inputs: dict[str, Any], fast: GraphedModule, arguments: dict[str, Any]) -> None:
-        before = [cache.clone() for cache in self.caches]
+    def _compare_with_module(self, got: torch.Tensor, inputs: dict[str, Any], before: list[torch.Tensor]) -> None:
+        """Count the tokens that the module itself gives on the caches of before the step."""
+        after = [cache.clone() for cache in self.caches]
+        self._restore(before)
         with torch.no_grad():
-            plain = fast.module(**inputs)[0]
-        for cache, then in zip(self.caches, before, strict=True):
-            cache.copy_(then)
-        got = fast(**arguments)[0]
-        for cache, then in zip(self.caches, before, strict=True):
-            cache.copy_(then)
-        self.tokens += seqs
+            plain = self.fast.module(**inputs)[0]
+        self._restore(after)
+        self.tokens += len(got)
         self.tokens_of_module += int((plain == got).sum())
+
+    def _restore(self, saved: list[torch.Tensor]) -> None:
+        for cache, then in zip(self.caches, saved, strict=True):
+            cache.copy_(then)
 
 
 def run_random_steps(engine: Engine, steps: int, seed: int = 0) -> dict[str, Any]:
@@ -126,6 +157,6 @@ def run_random_steps(engine: Engine, steps: int, seed: int = 0) -> dict[str, Any
         runner.steps = compared.fast
     return {
         "steps": sum(compared.modes.values()), "modes": dict(compared.modes), "sizes": len(compared.sizes), "requests": submitted,
-        "aborted": aborted, "preemptions": scheduler.preemptions, "evicted_pages": scheduler.blocks.evictions,
+        "aborted": aborted, "preemptions": scheduler.preemptions, "evicted_pages": scheduler.blocks.evictions, "staged": compared.staged,
         "tokens_as_module": compared.tokens_of_module / max(compared.tokens, 1),
     }  # fmt: skip

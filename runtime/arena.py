@@ -111,6 +111,8 @@ class Arena:
             self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, device="cpu", pin_memory=on_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
+        self.uploads = 0
+        """How often a staging buffer has been copied: what was written into one before is no longer the next step's."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         # Rows from _dirty[name] on hold the padding value already.
@@ -198,6 +200,11 @@ class Arena:
             event.synchronize()
         return self._layout(real, padded).staged[self._turn].heads
 
+    def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Copies of what was written into ``host(…)``, as tensors on the host."""
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        return {name: t.view(torch.bfloat16) if self.specs[name].dtype is torch.bfloat16 else t for name, t in tensors.items()}
+
     def upload(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Complete the tails of what was written into ``host(…)`` and copy it to the device, in one copy.
 
@@ -211,6 +218,7 @@ class Arena:
         if event is not None:
             event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         self._turn ^= 1
+        self.uploads += 1
         for name in layout.used:  # past the padded rows now lies what the staging buffer held there
             self._dirty[name] = _UNKNOWN
         return layout.views
@@ -222,7 +230,7 @@ class Arena:
 
         Host tensors go to another device in one packed copy. A value that is the arena's own memory already is not copied.
         """
-        if self.device.type == "cuda" and any([value.device.type == "cpu" for value in values.values()]):
+        if self.device.type == "cuda" and any([value.is_cpu for value in values.values()]):
             values = self._load_from_host(values, real, padded)
         layout = self._layout(real, padded)
         for name, value in values.items():
@@ -241,8 +249,8 @@ class Arena:
         arrays = self.host(real, padded)
         rest = {}
         for name, value in values.items():
-            if value.device.type == "cpu":
-                np.copyto(arrays[name], _numpy(value))
+            if value.is_cpu:
+                arrays[name][...] = _numpy(value)
             else:
                 rest[name] = value
         self.upload(real, padded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,11 @@ class Binding:
             else:
                 host.append((name, _kind(value), _hashable(value)))
         return Call(tensors, tuple(host), self.sizes(tensors))
+
+    def host(self, values: Mapping[str, Any], tensors: Container[str]) -> tuple[Any, ...]:
+        """What ``read`` gives as ``Call.host`` for these host values, none of them a container, and tensors for these names."""
+        given = {**self._defaults, **values}
+        return tuple([(name, _kind(given[name]), _hashable(given[name])) for name in self.names if name in given and name not in tensors])
 
     def _read_tree(self, name: str, value: Any, tensors: dict[str, torch.Tensor], host: list[Any]) -> None:
         leaves, spec = pytree.tree_flatten_with_path(value)

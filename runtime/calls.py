@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -80,18 +81,56 @@ def replay(
     steps.pool.follow()
     values = tensors if not key.static else {n: t for n, t in tensors.items() if n in key.specs}
     views = key.arena.load(values, real, captured.padded)
+    _run(steps, key, captured, views, real, poison)
+    for name in captured.mutated:
+        values[name].copy_(key.arena.real_part(name, views[name], real))
+    key.arena.touched(captured.mutated)
+    return _rows(steps, key, captured, real, borrow)
+
+
+def replay_staged(
+    steps: Steps, key: KeySteps, captured: Captured, real: Mapping[str, int], *, poison: bool, borrow: bool | Collection[int]
+) -> Any:
+    """The same on what was written into the arena's staging buffer."""
+    steps.pool.follow()
+    views = key.arena.upload(real, captured.padded)
+    _run(steps, key, captured, views, real, poison)
+    return _rows(steps, key, captured, real, borrow)
+
+
+def _run(steps: Steps, key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int], poison: bool) -> None:
     if poison:
         _replay_poisoned(key, captured, views, real)
     else:
         captured.step.replay()
     steps.replays += 1
-    for name in captured.mutated:
-        values[name].copy_(key.arena.real_part(name, views[name], real))
-    key.arena.touched(captured.mutated)
+
+
+def _rows(steps: Steps, key: KeySteps, captured: Captured, real: Mapping[str, int], borrow: bool | Collection[int]) -> Any:
     if borrow is False:
         return captured.output.real_rows(real, torch.clone)
     lend = partial(_lend, steps, steps.replays, key.arena)
     return captured.output.real_rows(real, lend) if borrow is True else captured.output.real_rows(real, torch.clone, lend, borrow)
+
+
+class Staged:
+    """The next step, as arrays to write its inputs into; calling it runs the step. Made by ``GraphedModule.stage``, good for one call.
+
+    arrays: input -> numpy array of the real size, over pinned memory that one copy brings to the device; it holds what an earlier
+    step left. bfloat16 appears as its bits, uint16.
+    """
+
+    __slots__ = ("_run", "arrays")
+
+    def __init__(self, arrays: dict[str, np.ndarray], run: Callable[[dict[str, np.ndarray]], Any]) -> None:
+        self.arrays = arrays
+        self._run: Callable[[dict[str, np.ndarray]], Any] | None = run
+
+    def __call__(self) -> Any:
+        run, self._run = self._run, None
+        if run is None:
+            raise RuntimeError("staged: this step has run already; call stage again for the next one")
+        return run(self.arrays)
 
 
 def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int]) -> None:

@@ -81,6 +81,12 @@ class Dispatcher:
 
         context: the step's tokens of context a sequence, as far as the caller knows; it only chooses among measured costs.
         """
+        pick = self.pick(key, sizes, illegal, context)
+        self.count(key, sizes[self.token], pick)
+        return pick
+
+    def pick(self, key: str, sizes: Mapping[str, int], illegal: str = "", context: int | None = None) -> Decision:
+        """The decision, remembered where it can be; not counted."""
         n = sizes[self.token]
         bucket = self._buckets.get(context)
         if bucket is None:
@@ -90,6 +96,9 @@ class Dispatcher:
             pick = self._picks[key, n, bucket] = self.decide(key, {self.token: n}, brief=True, context=bucket)
         if illegal or (pick.mode != "eager" and not _fits(sizes, self.keys[key].graphs[pick.mode, pick.size])):
             pick = self.decide(key, sizes, illegal, brief=True, context=bucket)
+        return pick
+
+    def count(self, key: str, n: int, pick: Decision) -> None:
         at = pick.mode, pick.size
         self.steps[at] += 1
         self.padding[at] += pick.padding
@@ -99,7 +108,6 @@ class Dispatcher:
             self.eager_reasons[pick.reason] += 1
             if key not in self.keys:
                 self.unknown_keys[key] += 1
-        return pick
 
     def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False, context: int | None = None) -> Decision:
         """The decision with its reasons, uncounted. brief: without the alternatives."""

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
-from runtime.calls import Route, illegal_memory, illegal_shape, illegal_state, replay
+from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
@@ -97,6 +98,7 @@ class GraphedModule(torch.nn.Module):
         self._steps: Steps | None = None
         self._dispatcher: Dispatcher | None = None
         self._routes: dict[tuple[Any, ...], Route] = {}
+        self._staging: dict[tuple[Any, ...], KeySteps] = {}
         self._lock = threading.RLock()
         self._hot: Counter[tuple[tuple[Any, ...], int]] = Counter()
         self._lists: dict[str, list[int]] = {}
@@ -316,6 +318,54 @@ class GraphedModule(torch.nn.Module):
             poison = self.config.graph.check == "poison"
             return replay(steps, key, captured, tensors, route.sizes, poison=poison, borrow=self.borrow)
 
+    def stage(self, sizes: Mapping[str, int], *, context: int | None = None, **host: Any) -> Staged | None:
+        """Arrays to write the next step's inputs into, so that one copy brings them all to the device; calling it runs the step.
+
+            staged = fast.stage({"tokens": 5, "seqs": 5}, max_query_len=1)
+            if staged is not None:
+                staged.arrays["ids"][...] = ids
+                y = staged()
+
+        sizes: the step's named sizes. context: as for ``at``. host: the arguments that are no tensors. Every tensor argument must be
+        written, and nothing else of this module may run in between. None where the step takes no graph, or has arguments that are
+        static or written: then make tensors and call the module, which counts the step.
+        """
+        steps, dispatcher = self._steps, self._dispatcher
+        if steps is None or dispatcher is None:
+            return None
+        known_by = tuple([(name, value.__class__, repr(value)) for name, value in host.items()])
+        key = self._staging.get(known_by)
+        if key is None:
+            made = (key for key in steps.keys.values() if self._binding.host(host, key.specs) == key.host)
+            key = next(made, None)
+            if key is None:
+                return None
+            self._staging[known_by] = key
+        unlike = key.alike and len({sizes[name] for name in key.alike}) > 1
+        if key.static or key.writes_arguments or unlike or illegal_state(steps.device):
+            return None
+        decision = dispatcher.pick(key.text, sizes, "", context)
+        captured = key.captured.get((decision.mode, decision.size))
+        if captured is None:
+            return None
+        run = partial(self._run_staged, key, decision, dict(sizes), context, key.arena.uploads)
+        return Staged(key.arena.host(sizes, captured.padded), run)
+
+    def _run_staged(
+        self, key: KeySteps, decision: Decision, sizes: dict[str, int], context: int | None, uploads: int, arrays: dict[str, np.ndarray]
+    ) -> Any:
+        with self._lock, torch.no_grad():
+            steps, dispatcher = self._steps, self._dispatcher
+            if steps is None or dispatcher is None or steps.keys.get(key.host) is not key or key.arena.uploads != uploads:
+                raise RuntimeError("staged: another step of this module has run since; call stage, write and run without one in between")
+            if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
+                tensors = key.arena.as_tensors(arrays)  # capturing again loads other inputs
+                self._moved(moved)
+                return self._call(context, *self._binding.build({n: tensors[n] for n in key.specs}, key.host))
+            dispatcher.count(key.text, sizes[dispatcher.token], decision)
+            captured = key.captured[decision.mode, decision.size]
+            return replay_staged(steps, key, captured, sizes, poison=self.config.graph.check == "poison", borrow=self.borrow)
+
     def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
         """Run a call in this mode, by the graph captured at this size, whatever would be picked; "eager" at its own size. Counts
         nothing: it is there for timing. Raises KeyError where no such step is captured."""
@@ -431,6 +481,7 @@ class GraphedModule(torch.nn.Module):
             self._steps = self._dispatcher = self.plan = None
             self._hot.clear()
             self._routes.clear()
+            self._staging.clear()
 
     # -- questions ------------------------------------------------------------------------------------------------------------
 

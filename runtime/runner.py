@@ -180,9 +180,17 @@ class Runner:
         """Start a step. Does not wait for the device. masks: by request number, what its mask allows for this step's token."""
         if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
-        arguments = self.arguments(step)
-        context = int(arguments["seq_lens"].sum()) // len(step.rows)
-        tokens, logits = self.steps.at(context)(**arguments)
+        arrays, bound = self._step_arrays(step)
+        seqs = len(step.rows)
+        sizes = {"tokens": len(arrays["input_ids"]), "seqs": seqs}
+        context = int(arrays["seq_lens"].sum()) // seqs
+        staged = self.steps.stage(sizes, context=context, max_query_len=bound)
+        if staged is not None:
+            for name, array in arrays.items():
+                staged.arrays[name][...] = array
+            tokens, logits = staged()
+        else:
+            tokens, logits = self.steps.at(context)(**_as_arguments(arrays, bound))
         logprobs = None
         if self._asks_more:
             tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})
@@ -213,6 +221,10 @@ class Runner:
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """The inputs of one step, on the host, at its real sizes."""
+        return _as_arguments(*self._step_arrays(step))
+
+    def _step_arrays(self, step: Step) -> tuple[dict[str, np.ndarray], int]:
+        """The same as arrays, and ``max_query_len``."""
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -252,7 +264,7 @@ class Runner:
             draws=np.array(draws),
         )
 
-    def _arrays(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, **others: np.ndarray) -> dict[str, Any]:
+    def _arrays(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, **others: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
         """Positions, slots and lengths follow from where each chunk starts, how long it is, and its pages."""
         seqs, size = len(counts), len(others["input_ids"])
         if seqs == size:  # one token each, which most steps are: nothing to spread
@@ -274,8 +286,7 @@ class Runner:
             "cu_seqlens_q": offsets.astype(np.int32),
             "logits_rows": offsets[1:] - 1,
         }
-        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**tensors, "max_query_len": self.bound(widest)}
+        return arrays, self.bound(widest)
 
     def _fill_row(self, request: Request) -> None:
         """Bring the request's row up to date. A new list of pages means a new admission: fill it from the start."""
@@ -358,7 +369,7 @@ class Runner:
         pages = np.arange(len(counts) * self.num_columns).reshape(len(counts), self.num_columns)
         zeros = np.zeros(len(counts), np.int64)
         size = decodes + prompt_tokens
-        arguments = self._arrays(
+        arrays, bound = self._arrays(
             starts,
             counts,
             (pages % (self.num_pages - 1) + 1).astype(np.int32),
@@ -370,10 +381,12 @@ class Runner:
             seeds=zeros,
             draws=zeros,
         )
-        arguments["slot_mapping"] = torch.full((size,), -1, dtype=torch.int64)
-        if prompts:
-            arguments["max_query_len"] = self.max_batch_tokens
-        return arguments
+        arrays["slot_mapping"] = np.full(size, -1, np.int64)
+        return _as_arguments(arrays, self.max_batch_tokens if prompts else bound)
+
+
+def _as_arguments(arrays: Mapping[str, np.ndarray], max_query_len: int) -> dict[str, Any]:
+    return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "max_query_len": max_query_len}
 
 
 def _free_host_bytes() -> int:

@@ -14,6 +14,7 @@ from graph_toys import level_costs, make
 from torch import nn
 
 from runtime import warmup
+from runtime.contract import same_bits
 from runtime.outputs import StaleOutputError
 
 MODES = ("full", "piecewise", "eager", "auto")
@@ -527,3 +528,84 @@ def test_the_plan_says_where_another_context_picks_otherwise(device: torch.devic
     assert "at a context of 4096 other picks at 2 (piecewise), 4 (piecewise), 8 (piecewise)" in plan.remarks
     table = fast._dispatcher.table  # type: ignore[union-attr]
     assert not any(mode == "eager" for _, mode, _ in table.other_contexts[4096]), "far from the cheapest: not timed again"
+
+
+def stage_and_run(fast: Any, call: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    staged = fast.stage({"tokens": len(call[0])})
+    for name, tensor in zip(("ids", "factor"), call, strict=True):
+        staged.arrays[name][...] = tensor.cpu().numpy()
+    return staged()
+
+
+@pytest.mark.parametrize("check", ["contract", "poison"])
+def test_staged_steps_give_the_results_of_calls(device: torch.device, check: str) -> None:
+    fast = make(toys.Layers().to(device), check=check, mode="full")
+    fast.warmup(*toys.step(8, device))
+    level_costs(fast)
+    for n in (3, 8, 1, 4, 3):
+        call = toys.step(n, device)
+        assert same_bits(stage_and_run(fast, call), fast(*call))
+    stats = fast.stats()
+    assert stats["steps"]["full"] == {2: 2, 4: 6, 8: 2}, "each is counted once"
+    assert stats["padding_rows"] == 2 * (1 + 0 + 1 + 0 + 1)
+
+
+def test_a_step_without_a_graph_is_not_staged(device: torch.device) -> None:
+    fast = make(toys.Layers().to(device))
+    assert fast.stage({"tokens": 3}) is None, "before the warm-up"
+    fast.warmup(*toys.step(8, device))
+    level_costs(fast)
+    assert fast.stage({"tokens": 9}) is None and fast.stage({"tokens": 3}, flag=True) is None
+    assert sum(sum(counts.values()) for counts in fast.stats()["steps"].values()) == 0, "the call that follows counts"
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert fast.stage({"tokens": 3}) is None
+
+
+def test_a_staged_step_runs_once_and_with_nothing_in_between(device: torch.device) -> None:
+    fast = make(toys.Layers().to(device))
+    fast.warmup(*toys.step(8, device))
+    level_costs(fast)
+    staged = fast.stage({"tokens": 2})
+    staged()
+    with pytest.raises(RuntimeError, match="has run already"):
+        staged()
+    first, second = fast.stage({"tokens": 2}), fast.stage({"tokens": 2})
+    second()
+    with pytest.raises(RuntimeError, match="another step of this module has run since"):
+        first()
+    late = fast.stage({"tokens": 2})
+    fast.reset()
+    with pytest.raises(RuntimeError, match="another step of this module has run since"):
+        late()
+
+
+def test_moved_weights_under_a_staged_step_are_captured_again_for_its_inputs(device: torch.device) -> None:
+    module = toys.Layers().to(device)
+    fast = make(module, mode="full")
+    fast.warmup(*toys.step(8, device))
+    level_costs(fast)
+    call = toys.step(3, device)
+    staged = fast.stage({"tokens": 3})
+    for name, tensor in zip(("ids", "factor"), call, strict=True):
+        staged.arrays[name][...] = tensor.cpu().numpy()
+    module.linears[0].weight.data = torch.randn(4, 4, device=device)
+    assert close(staged(), module(*call))
+    assert fast.stats()["steps"]["full"] == {4: 1}
+
+
+def test_host_values_and_defaults_find_the_key_of_a_staged_step(device: torch.device) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, factor: float = 1.0, *, twice: bool = False) -> torch.Tensor:
+            return x * factor * (2 if twice else 1)
+
+    fast = make(Scaled().to(device), {"x": 0})
+    for options in ({}, {"factor": 3.0}, {"factor": 3.0, "twice": True}):
+        fast.warmup(torch.rand(8, device=device), **options)
+    table = fast._dispatcher.table  # type: ignore[union-attr]
+    table.ms = {(key, mode, size): size + (mode != "full") for key, mode, size in table.ms}
+    fast._dispatcher.changed()  # type: ignore[union-attr]
+    for options, times in (({}, 1.0), ({"factor": 3.0}, 3.0), ({"factor": 3.0, "twice": True}, 6.0)):
+        staged = fast.stage({"tokens": 4}, **options)
+        staged.arrays["x"][...] = [1, 2, 3, 4]
+        assert staged().tolist() == [times * v for v in (1, 2, 3, 4)]
+    assert fast.stage({"tokens": 4}, factor=3) is None, "another kind of number"

@@ -27,7 +27,7 @@ def test_random_steps_have_the_bits_of_the_callable_not_captured(device: torch.d
     found = run_random_steps(engine_of(device, check), 150)
     assert found["steps"] >= 150 and min(found["modes"][mode] for mode in ("full", "piecewise", "eager")) > 10
     assert found["preemptions"] and found["evicted_pages"] and found["aborted"] and found["sizes"] > 6
-    assert found["tokens_as_module"] > 0.99
+    assert found["tokens_as_module"] > 0.99 and found["staged"] == found["steps"] - found["modes"]["eager"]
 
 
 def test_a_step_with_other_bits_is_found(device: torch.device) -> None:
