@@ -37,8 +37,8 @@ def define(
     kernel: launches Triton; also run on the CPU under the interpreter.
     reference: plain PyTorch with the same arguments and the same output strides; what the CPU runs otherwise.
     fake: shapes, dtypes and strides only. tags: what a compiler must know, e.g. that strides must stay as traced.
-    binds: the op returns nothing and its kernels go through ``_launch.launch``, so it gets ``overload.bind(allocate, args, kwargs)``,
-        by which a runtime that calls it again and again on the same memory skips Triton's launcher (see ``_launch.bind``).
+    binds: the op returns nothing and does nothing but launch, so it gets ``overload.bind(allocate, args, kwargs)``, by which a runtime
+        that calls it again and again on the same memory skips Triton's launcher (see ``_launch.bind``).
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=tags)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from runtime import warmup
 from runtime.capture import EagerCall
+from runtime.contract import same_bits
 from runtime.graph import CaptureError
 from runtime.graphed import GraphedModule
 from runtime.workspace import Workspace
@@ -156,3 +158,43 @@ def test_temporaries_of_one_call_do_not_overlap(device: torch.device) -> None:
     assert larger.data_ptr() not in [t.data_ptr() for t in tensors]
     tensors[0].fill_(3.0)  # a bound call keeps what it took, however the workspace grows
     assert tensors[0].eq(3).all()
+
+
+class Attention(nn.Module):
+    """q [tokens, 2, 16] is scaled, attends to the cache, and is scaled again. One sequence a token."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.randn(6, 4, 1, 16, device=device))
+
+    def forward(self, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+        q = q * 2
+        out = torch.empty_like(q)
+        torch.ops.tkernels.paged_attention_out(
+            q, self.cache, self.cache, block_table, seq_lens, cu_seqlens_q, 0.25, 1, True, 0, 0.0, None, None, None, 1.0, out, None
+        )
+        return out + q
+
+
+@pytest.mark.interpreted
+def test_attention_between_two_graphs_is_bound(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves, as prepared launches, against the same callable not captured."""
+    import tkernels  # noqa: F401
+
+    monkeypatch.setattr(warmup, "interleaved_ms", lambda runs, device: dict.fromkeys(runs, 1.0))  # the interpreter takes its time
+    dims = {"q": {0: "tokens"}, "block_table": {0: "tokens"}, "seq_lens": {0: "tokens"}, "cu_seqlens_q": {0: "tokens+1"}}
+    fast = toys.make(
+        Attention(device), dims, pad={"cu_seqlens_q": "last"}, mode="piecewise", max_tokens=2, capture_sizes=[2], on_capture_error="raise",
+        compile={"splitting_ops": ["tkernels::paged_attention_out"], "split": "fx"},
+    )  # fmt: skip
+
+    def call(n: int) -> tuple[torch.Tensor, ...]:
+        table, lens = torch.randint(0, 6, (n, 2), dtype=torch.int32), torch.randint(1, 9, (n,), dtype=torch.int32)
+        return tuple(t.to(device) for t in (torch.randn(n, 2, 16), table, lens, torch.arange(n + 1, dtype=torch.int32)))
+
+    fast.warmup(*call(2))
+    assert [s.bound is not None for s in _segments(fast)] == [True]
+    for n in (2, 1):
+        inputs = call(n)
+        assert same_bits(fast(*inputs), fast.eager(*inputs))
+    assert fast.stats()["steps"]["piecewise"] == {2: 2}

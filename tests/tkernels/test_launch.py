@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from op_samples import SAMPLES
 
+import tkernels
 from tkernels import _launch
+from tkernels._op import reference_ops
 from tkernels._triton import tl, triton
+
+OUT = torch.ops.tkernels.paged_attention_out.default
 
 
 class Memory:
@@ -25,6 +33,69 @@ class Memory:
         return self.given[-1]
 
 
+def _call(device: torch.device, max_query_len: int) -> tuple[Any, ...]:
+    args, _ = SAMPLES["paged_attention_out"](device)[0]
+    return (*args[:7], max_query_len, *args[8:])
+
+
+@pytest.mark.parametrize("max_query_len", [1, 8, 64])
+def test_bound_attention_gives_the_bits_of_the_op_on_new_data(device: torch.device, max_query_len: int) -> None:
+    args, memory = _call(device, max_query_len), Memory()
+    repeat = OUT.bind(memory, args, {})
+    assert repeat is not None and memory.given, "the workspace comes from the allocator that was given"
+    for _ in range(2):
+        args[0].normal_()
+        args[1].normal_()
+        OUT(*args)
+        want = args[-2].clone(), args[-1].clone()
+        for t in (*memory.given, args[-2], args[-1]):
+            t.fill_(-1 if t.dtype == torch.int32 else float("nan"))  # nothing may live there from one call to the next
+        repeat()
+        assert torch.equal(args[-2], want[0]) and torch.equal(args[-1], want[1])
+
+
+def test_launches_of_other_threads_are_not_noted(device: torch.device) -> None:
+    x, y, elsewhere = torch.arange(4.0, device=device), torch.zeros(4, device=device), torch.zeros(4, device=device)
+
+    def launches(x: torch.Tensor, y: torch.Tensor) -> None:
+        other = threading.Thread(target=lambda: _scale_kernel[(1,)](x, elsewhere, 3.0, 4))
+        other.start()
+        other.join()
+        _scale_kernel[(1,)](x, y, 2.0, 4)
+
+    repeat = _launch.bind(launches, Memory(), (x, y), {})
+    assert elsewhere.tolist() == [0, 3, 6, 9]
+    elsewhere.zero_()
+    assert repeat is not None
+    repeat()
+    assert elsewhere.tolist() == [0, 0, 0, 0] and y.tolist() == [0, 2, 4, 6]
+
+
+def test_binding_runs_the_op_once(device: torch.device) -> None:
+    args = _call(device, 8)
+    OUT(*args)
+    want = args[-2].clone()
+    args[-2].fill_(float("nan"))
+    OUT.bind(Memory(), args, {})
+    assert torch.equal(args[-2], want)
+
+
+def test_the_reference_on_the_cpu_runs_and_is_not_bound() -> None:
+    args = _call(torch.device("cpu"), 8)
+    with reference_ops():
+        args[-2].fill_(float("nan"))
+        assert OUT.bind(Memory(), args, {}) is None
+    assert not args[-2].isnan().any()
+
+
+def test_bound_call_checks_nothing_and_refuses_wrong_arguments_when_made(device: torch.device) -> None:
+    args = list(_call(device, 8))
+    args[3] = args[3].long()
+    with pytest.raises(TypeError, match="block_table: expected int32"):
+        OUT.bind(Memory(), tuple(args), {})
+    assert not _launch.is_binding(), "the next launch must not be noted"
+
+
 @triton.jit
 def _scale_kernel(x_ptr, y_ptr, factor, width, BLOCK: tl.constexpr = 8):
     offs = tl.arange(0, BLOCK)
@@ -36,7 +107,8 @@ def test_an_op_that_also_calls_torch_is_not_bound(device: torch.device) -> None:
     x, y = torch.arange(4.0, device=device), torch.zeros(4, device=device)
 
     def launches_only(x: torch.Tensor, y: torch.Tensor) -> None:
-        _launch.launch(_scale_kernel, (1,), x, y, 2.0, 4)
+        _scale_kernel[(1,)](x[:], y, 2.0, 4)
+        assert _launch.is_binding()
 
     def adds_too(x: torch.Tensor, y: torch.Tensor) -> None:
         launches_only(x, y)
@@ -74,9 +146,10 @@ def kernel(x_ptr, y_ptr, none_ptr, factor, width, BLOCK: tl.constexpr = 8):
     tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < width) * factor, mask=offs < width)
 
 x, y = torch.zeros(8), torch.zeros(8)
-compiled = kernel[(3,)](x, y, None, 2.0, width=1, num_warps=2)
-bound = _launch._bound_launch(kernel, compiled, (3,), (x, y, None, 2.0), {"width": 1, "num_warps": 2})
-_launch._on_device(torch.device("cuda", 0))((bound,), None)
+bound = []
+with _launch._noting(bound):
+    kernel[lambda given: (given["BLOCK"] - 5,)](x, y, None, 2.0, width=1, num_warps=2)
+_launch._on_device(torch.device("cuda", 0))(bound, None)
 theirs, ours = calls
 theirs = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in theirs]
 theirs[6:9] = [None] * 3  # launch metadata and hooks, for profilers
@@ -93,3 +166,24 @@ def test_compiled_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_bound_attention_takes_a_third_of_the_host_time(device: torch.device) -> None:
+    args = _call(device, 1)
+    repeat = OUT.bind(Memory(), args, {})
+
+    def host_us(run: Any) -> float:
+        times = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[25] * 1e6
+
+    assert host_us(repeat) < host_us(lambda: OUT(*args)) / 3
+
+
+def test_exported_for_every_op_that_says_so() -> None:
+    assert callable(OUT.bind) and not hasattr(torch.ops.tkernels.paged_attention.default, "bind") and tkernels.paged_attention_out

@@ -111,6 +111,7 @@ _paged_attention_out_op = define(
     kernel=_attend,
     reference=_attend_ref,
     fake=lambda *_: None,
+    binds=True,
 )
 
 
