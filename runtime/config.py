@@ -123,6 +123,11 @@ class ParallelConfig(_Section):
     tensor: PositiveInt = Field(1, description="tensor-parallel ranks")
 
 
+class MetricsConfig(_Section):
+    port: int = Field(0, ge=0, le=65535, description="serve metrics for Prometheus on this port; 0: none. Needs prometheus-client")
+    address: str = Field("127.0.0.1", description='address it listens on; "0.0.0.0" lets other hosts ask')
+
+
 class RuntimeConfig(_Section):
     """The whole configuration. Build it with ``load``, change it with ``override``; instances are frozen."""
 
@@ -132,6 +137,7 @@ class RuntimeConfig(_Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _check(self) -> RuntimeConfig:

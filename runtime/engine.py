@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime import metrics
 from runtime.answer import Answer, Completion, Event
 from runtime.capture import Address
 from runtime.config import ConfigError, RuntimeConfig
@@ -26,7 +27,7 @@ from runtime.dispatch import Decision
 from runtime.loading import Loaded, load
 from runtime.measure import CostTable
 from runtime.model import CausalLM
-from runtime.parallel import join
+from runtime.parallel import is_follower, join
 from runtime.request import Request, RequestError, SamplingParams, TokenLogprob, TokenMask
 from runtime.runner import Launched, Runner
 from runtime.sampler import pack_mask
@@ -60,6 +61,8 @@ class Engine:
         costs = self.config.graph.cost_table
         if costs and (obstacle := CostTable.obstacle(costs)):  # now, not after the warm-up
             raise ConfigError(f"graph.cost_table: {costs}: {obstacle}")
+        if self.config.metrics.port:
+            metrics.client(self.config.metrics)
         parallel = join(self.config)
         if isinstance(model, CausalLM) and parallel != getattr(model, "parallel", None):
             raise ConfigError(f"parallel.tensor: the model given was not made for these {self.config.parallel.tensor} ranks")
@@ -86,6 +89,9 @@ class Engine:
         self._submitted = 0
         self._masked = False  # whether any request ever had a mask
         self._totals: Counter[str] = Counter()
+        # Last, so that nobody is told of an engine that did not come up. One rank speaks for all.
+        wanted = self.config.metrics.port and not is_follower()
+        self.metrics = metrics.Metrics(self, self.config.metrics) if wanted else None
         self.startup_seconds = time.perf_counter() - started
 
     def use_costs(self, table: StepCosts) -> None:
@@ -234,6 +240,8 @@ class Engine:
             stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
             answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events)
             answers.append(answer)
+            if self.metrics is not None:
+                self.metrics.arrived(request.number)
         return answers
 
     def abort(self, answer: Answer) -> None:
@@ -299,6 +307,8 @@ class Engine:
     def _deliver(self, answer: Answer, logprob: TokenLogprob | None) -> None:
         """Hand a request's newest token to its answer."""
         request, token = answer.request, answer.request.tokens[-1]
+        if self.metrics is not None:
+            self.metrics.token(request.number)
         text = answer.push(token)
         if answer.stopped:
             self.scheduler.finish(request, "stop")
@@ -309,6 +319,8 @@ class Engine:
         answer.report(text, tokens, logprobs)
         if answer.finished:
             del self._answers[answer.request.number]
+            if self.metrics is not None:
+                self.metrics.ended(answer.request.number, answer.request.finish_reason or "")
 
     def _tokens(self, prompt: Prompt, chat: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -345,6 +357,17 @@ class Engine:
     def addresses(self) -> dict[str, list[Address]]:
         """For each kind of captured step, at its largest size: every input of every piece, its owner and address."""
         return self.runner.steps.addresses()
+
+    def load(self) -> dict[str, float]:
+        """What there is now: requests that run and that wait, pages of the cache that are held, and their share."""
+        blocks = self.scheduler.blocks
+        held = blocks.usable_pages - blocks.num_available
+        return {
+            "requests_running": len(self.scheduler.running),
+            "requests_waiting": len(self.scheduler.waiting),
+            "cache_pages_held": held,
+            "cache_share_held": held / blocks.usable_pages,
+        }
 
     # -- what happened --------------------------------------------------------------------------------------------------------
 
