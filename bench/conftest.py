@@ -8,6 +8,8 @@ pytest bench/ --benchmark-autosave, then --benchmark-compare   against the run b
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +26,7 @@ from bench.peers import versions, why_absent
 
 _OF_A_RUN = ("commit", "sm_clock", "memory_clock")
 _CLOCK = suite.VirtualClock()
-_measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]] | Exception] = {}
+_measured: dict[tuple[Any, ...], tuple[suite.Problem, dict[str, suite.Outcome]] | BaseException] = {}
 
 
 def _case_of(item: pytest.Item) -> tuple[Any, ...]:
@@ -42,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"measure", "report"} & set(getattr(item, "fixturenames", ())):
             group = " ".join(_case_of(item)[1:])
             item.add_marker(pytest.mark.benchmark(timer=_CLOCK, group=group))
+
+
+def pytest_collection_finish() -> None:
+    """Each capture collects garbage first; over all that torch and transformers hold, that takes longer than the timing."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -74,15 +82,18 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callabl
             torch._dynamo.reset()  # or Dynamo refuses the ninth shape of a function that a suite compiles case by case
             try:
                 problem = build()
-            except Exception as failure:
+                others = [item.callspec.params["peer"] for item in request.session.items if _case_of(item) == case]
+                selected = [name for name in others if name in problem.peers and why_absent(name) is None]
+                outcomes = suite.measure(problem, selected)
+            except (Exception, SystemExit) as failure:
+                _say(request, f"failed: {failure!r}"[:160])
                 _measured[case] = failure
                 raise
-            others = [item.callspec.params["peer"] for item in request.session.items if _case_of(item) == case]
-            selected = [name for name in others if name in problem.peers and why_absent(name) is None]
-            _measured[case] = (problem, suite.measure(problem, selected))
+            _measured[case] = (problem, outcomes)
+            _say(request, suite.summary(outcomes))
             problem.peers.clear()
         measured = _measured[case]
-        if isinstance(measured, Exception):
+        if isinstance(measured, BaseException):
             pytest.fail(f"the case could not be set up: {measured}", pytrace=False)
         problem, outcomes = measured
         if peer not in outcomes:
@@ -95,11 +106,22 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callabl
     return run
 
 
+def _name_of(request: pytest.FixtureRequest) -> str:
+    """The case without its peer, as in the JSON."""
+    peer = str(request.node.callspec.params["peer"])
+    return str(request.node.callspec.id).removeprefix(f"{peer}-").removesuffix(f"-{peer}")
+
+
+def _say(request: pytest.FixtureRequest, text: str) -> None:
+    """A line on the terminal as soon as a case is done: a long run can be followed, and one that is cut short has said what it found."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+        print(f"\n{request.node.originalname.removeprefix('test_')} {_name_of(request)}: {text}", flush=True)
+
+
 def _report(request: pytest.FixtureRequest, benchmark: Any, problem: suite.Problem, outcome: suite.Outcome) -> None:
-    params = request.node.callspec.params
-    peer = str(params["peer"])
-    case = request.node.callspec.id.removeprefix(f"{peer}-").removesuffix(f"-{peer}")
-    benchmark.extra_info |= suite.extra_info(problem, outcome) | {"peer": peer, "case": case}
+    peer = str(request.node.callspec.params["peer"])
+    benchmark.extra_info |= suite.extra_info(problem, outcome) | {"peer": peer, "case": _name_of(request)}
     left = iter(outcome.seconds)
     benchmark.pedantic(lambda: _CLOCK.advance(next(left)), rounds=len(outcome.seconds))
 

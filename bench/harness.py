@@ -94,16 +94,27 @@ def interleaved_us(runs: Mapping[str, Callable[[], Any]], *, calls: int = 1, rep
 
 
 def interleaved_samples_us(
-    runs: Mapping[str, Callable[[], Any]], *, repeats: int = 20, warmup: int = 3, once_us: Callable[[Callable[[], Any]], float] = _once_us
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    once_us: Callable[[Callable[[], Any]], float] = _once_us,
+    budget_us: float = float("inf"),
 ) -> dict[str, list[float]]:
-    """Microseconds of every run, ``repeats`` times, the runs taking turns. once_us: how one is timed; the default is device time."""
-    for run in runs.values():
+    """Microseconds of every run, ``repeats`` times, the runs taking turns. once_us: how one is timed; the default is device time.
+
+    budget_us: a run that would take longer than this in all gets fewer turns, at least two.
+    """
+    turns: dict[str, int] = {}
+    for name, run in runs.items():
         for _ in range(warmup):
-            run()
+            took = once_us(run)
+        turns[name] = max(2, min(repeats, int(budget_us / took))) if warmup and budget_us < float("inf") else repeats
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for turn in range(repeats):
         for name, run in runs.items():
-            samples[name].append(once_us(run))
+            if turn < turns[name]:
+                samples[name].append(once_us(run))
     return samples
 
 

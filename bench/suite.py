@@ -30,6 +30,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 REPEATS = 20 if ON_GPU else 2
 MIN_CALLS = 10 if ON_GPU else 1
+BUDGET_US = 5e6  # for the repeats of one peer of one case: a slow one gets fewer
 
 
 def sizes(gpu: Sequence[Any], smoke: Sequence[Any]) -> list[Any]:
@@ -140,10 +141,9 @@ def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
                 runs[peer] = functools.partial(_each, numbered) if problem.wall else harness.graph_of(numbered)
             except Exception as failure:
                 outcomes[peer] = Outcome(failure=failure)
-        once = _back_to_back_us if problem.wall else None
-        samples = harness.interleaved_samples_us(
-            runs, repeats=problem.repeats, warmup=3 if ON_GPU else 0, **({"once_us": once} if once else {})
-        )
+        # the check was a whole call, so one warm-up is enough where a call is a whole model's answer
+        options: dict[str, Any] = {"once_us": _back_to_back_us, "warmup": int(ON_GPU)} if problem.wall else {"warmup": 3 * ON_GPU}
+        samples = harness.interleaved_samples_us(runs, repeats=problem.repeats, budget_us=BUDGET_US, **options)
     for peer, values in samples.items():
         outcomes[peer] = Outcome(tuple(value / calls / problem.units * 1e-6 for value in values), errors[peer])
     runs.clear()
@@ -174,6 +174,22 @@ def extra_info(problem: Problem, outcome: Outcome) -> dict[str, Any]:
     return info
 
 
+def summary(outcomes: dict[str, Outcome]) -> str:
+    """One line of a case: microseconds of each peer, and ours against the best of the others."""
+    us = {name: 1e6 * statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.failure is None}
+    parts = [f"{name} {value:.4g}" for name, value in us.items()]
+    parts += [f"{name} failed: {_first_line(outcome.failure)}" for name, outcome in outcomes.items() if outcome.failure is not None]
+    ours = [value for name, value in us.items() if name.startswith("tkernels")]
+    others = [value for name, value in us.items() if not name.startswith("tkernels")]
+    ratio = f" | ours / best other {min(ours) / min(others):.3f}" if ours and others else ""
+    return " | ".join(parts) + f" µs{ratio}"
+
+
+def _first_line(failure: BaseException) -> str:
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return f"{type(failure).__name__}: {lines[0] if lines else ''}"[:120]
+
+
 class VirtualClock:
     """pytest-benchmark's timer: it stands still until a benchmark moves it on by a time measured elsewhere."""
 
@@ -187,4 +203,17 @@ class VirtualClock:
         self.now += seconds
 
 
-__all__ = ["DEVICE", "DTYPE", "ON_GPU", "Outcome", "Problem", "VirtualClock", "measure", "roof", "sets_for", "sizes", "why_absent"]
+__all__ = [
+    "DEVICE",
+    "DTYPE",
+    "ON_GPU",
+    "Outcome",
+    "Problem",
+    "VirtualClock",
+    "measure",
+    "roof",
+    "sets_for",
+    "sizes",
+    "summary",
+    "why_absent",
+]

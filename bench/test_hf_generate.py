@@ -21,8 +21,9 @@ from tkernels._op import reference_ops
 
 transformers = pytest.importorskip("transformers")
 PLAIN = "torch, unpatched"
-PROMPT, NEW = sizes([64, 128], [6, 4])
-CASES = sizes([("dynamic", 1), ("dynamic", 8), ("static, compiled", 1), ("static, compiled", 8)], [("dynamic", 2)])
+PROMPT, NEW = sizes([64, 64], [6, 4])
+# compiling takes half a minute for each peer
+CASES = sizes([("dynamic", 1), ("dynamic", 8), ("static, compiled", 1)], [("dynamic", 2)])
 
 
 @functools.cache
@@ -125,7 +126,7 @@ def test_generate(measure: Any, case: tuple[str, int], peer: str) -> None:
                 return relative_error(model(ids).logits.float(), expected)
 
         return Problem(
-            peers=calls, check=check, tolerance=3e-2 if ON_GPU else 1e-5, wall=True, units=NEW, repeats=5 if ON_GPU else 1,
+            peers=calls, check=check, tolerance=3e-2 if ON_GPU else 1e-5, wall=True, units=NEW, repeats=4 if ON_GPU else 1,
             info={"prompt": PROMPT, "new_tokens": NEW, "batch": batch, "transformers": transformers.__version__},
         )  # fmt: skip
 

@@ -21,12 +21,14 @@ from runtime.model import random_model
 from runtime.runner import DYNAMIC, PAD
 from tkernels._op import reference_ops
 
-BATCHES = sizes([1, 4, 16, 64, 256], [2])
+BATCHES = sizes([1, 8, 64, 256], [2])
 (CONTEXT,) = sizes([1024], [48])
 MODES = ("eager", "piecewise", "full", "auto")
-BACKENDS = sizes(["eager", "inductor"], ["eager"])
-OURS = [f"tkernels {mode}, {backend} pieces" for backend in BACKENDS for mode in MODES]
-THEIRS = {"Inductor reduce-overhead": "reduce-overhead", "Inductor in one graph": "Inductor in one graph", EAGER: "torch eager"}
+PLANS = [*((mode, "eager") for mode in MODES), *sizes([("full", "inductor")], [])]
+OURS = [f"tkernels {mode}, {backend} pieces" for mode, backend in PLANS]
+# torch's best on this step; reduce-overhead, which is a little slower, is in bench/decode_step.py
+THEIRS = {"Inductor in one graph": "Inductor in one graph", EAGER: "torch eager"}
+COMPILED = sizes([1, 64], [])  # the batches that torch compiles for: 15 seconds each
 
 
 @functools.cache
@@ -37,6 +39,13 @@ def _models() -> tuple[Any, Any]:
     exact = random_model(shape, seed=0, dtype=torch.float32, device=DEVICE)
     exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
     return model, exact
+
+
+def _logits(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """The model's own, for a step's arguments; the others belong to the sampler."""
+    names = ("input_ids", "positions", "slot_mapping", "block_table", "seq_lens", "cu_seqlens_q", "logits_rows")
+    inputs = {name: arguments[name].to(DEVICE) for name in names}
+    return model(**inputs, max_query_len=arguments["max_query_len"]).float()
 
 
 @pytest.fixture(autouse=True)
@@ -58,27 +67,31 @@ def test_decode_step(measure: Any, case: int, peer: str) -> None:
         calls: dict[str, Any] = {}
         picks: dict[str, str] = {}
         step, arguments = our_step(model, case, CONTEXT, device)
-        for backend in BACKENDS:
-            for mode in MODES:
-                name = f"tkernels {mode}, {backend} pieces"
-                config = {
-                    "graph": {"mode": mode, "capture_sizes": [case], "max_tokens": case, "on_capture_error": "raise"},
-                    "scheduler": {"max_num_seqs": case, "max_batch_tokens": max(case, 8)},
-                    "compile": {"backend": backend},
-                }
-                with torch.no_grad():
-                    graph = graphed(step, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": case})
-                    plan = graph.warmup(**arguments)
-                picks[name] = next((row.pick for row in plan.rows if row.size == case), mode)
-                calls[name] = lambda i, graph=graph: graph(**arguments)
+        for (mode, backend), name in zip(PLANS, OURS, strict=True):
+            config = {
+                "graph": {"mode": mode, "capture_sizes": [case], "max_tokens": case, "on_capture_error": "raise"},
+                "scheduler": {"max_num_seqs": case, "max_batch_tokens": max(case, 8)},
+                "compile": {"backend": backend},
+            }
+            with torch.no_grad():
+                graph = graphed(step, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": case})
+                plan = graph.warmup(**arguments)
+            picks[name] = next((row.pick for row in plan.rows if row.size == case), mode)
+            calls[name] = lambda i, graph=graph: graph(**arguments)
         with torch.no_grad():
-            expected = calls[OURS[0]](0).clone()
-            wanted = {name: theirs for name, theirs in THEIRS.items() if why_absent(name) is None}
+            expected, logits = calls[OURS[0]](0).clone(), _logits(model, arguments)
+            wanted = {name: theirs for name, theirs in THEIRS.items() if why_absent(name) is None and (name == EAGER or case in COMPILED)}
             runs = peer_runs(model, case, CONTEXT, device, list(wanted.values()))
             calls |= {name: (lambda i, run=runs[theirs]: run()) for name, theirs in wanted.items()}
 
         def check(name: str, tokens: torch.Tensor) -> float:
-            """Our modes agree token for token; torch's module has a cache of its own, and its logits were compared above."""
+            """Our modes agree token for token; compiled pieces round otherwise, and may take a token that is as good within that.
+
+            torch's module has a cache of its own, and its logits were compared above.
+            """
+            if name.endswith("inductor pieces"):
+                lost = logits.amax(-1) - logits.gather(1, tokens.long()[:, None])[:, 0]
+                return max(0.0, float((lost / logits.abs().amax(-1)).max()) - 2**-6)
             return float((tokens != expected).double().mean()) if name in OURS else 0.0
 
         spec = model.spec

