@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels._counters import counters
 from tkernels._sampling_kernels import key_of
 from tkernels._triton import cast, cdiv, dot, tl, triton
 from tkernels.activation import activate
@@ -75,52 +76,94 @@ def _finish(
         tl.store(y_ptr + offs_m.to(tl.int64) * n + offs_n, y, mask=mask)
 
 
+@triton.jit
+def _row(x_ptr, m, rows, k, mask_k, offs_k, stride_xm, norm, w, w_up, acc, up, squares, HAS_NORM: tl.constexpr, GATED: tl.constexpr):
+    """One row of x against a tile of the weights; norm [BLOCK_K] multiplies it."""
+    x = tl.load(x_ptr + tl.cast(m, tl.int64) * stride_xm + k + offs_k, mask=mask_k & (m < rows), other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += x * x
+        x *= norm
+    acc += w * x[None, :]
+    if GATED:
+        up += w_up * x[None, :]
+    return acc, up, squares
+
+
+@triton.jit
+def _row_end(
+    acc, up, squares, m, rows, offs_n, pointers, n, stride_rm, eps, dtype: tl.constexpr, K: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    y = tl.sum(acc, 1)
+    y_up = y
+    if GATED:
+        y_up = tl.sum(up, 1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+        y_up *= scale
+    bias_ptr, residual_ptr, y_ptr = pointers
+    _finish(
+        y[None, :], y_up[None, :], bias_ptr, residual_ptr, y_ptr, tl.full([1, 1], m, tl.int32), offs_n[None, :],
+        ((offs_n < n) & (m < rows))[None, :], rows, n, stride_rm, dtype, 1, HAS_BIAS, GATED, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _vector_kernel(
     x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps,
     K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.arange(0, BLOCK_M)
+    # A row of x lies along the lanes like a row of the weights, and each of its up to four rows has a sum of its own: one tile of three
+    # dimensions would change its layout through shared memory at every step.
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
     up_ptrs = w_ptrs + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
-    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
     mask_n = (offs_n < n)[:, None]
-    mask_m = (offs_m < rows)[:, None]
     # The first weights are on their way before anything waits for x.
     w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
     w_up = w
     if GATED:
         w_up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    acc_up = acc
+    zero = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc0, acc1, acc2, acc3 = zero, zero, zero, zero
+    up0, up1, up2, up3 = zero, zero, zero, zero
+    square = tl.zeros([BLOCK_K], tl.float32)
+    square0, square1, square2, square3 = square, square, square, square
     for k in tl.static_range(0, K, BLOCK_K):
-        mask_k = (offs_k + k < K)[None, :]
-        x = tl.load(x_ptrs + k, mask=mask_m & mask_k, other=0.0).to(tl.float32)
+        mask_k = offs_k + k < K
+        wide = w.to(tl.float32)
+        wide_up = w_up.to(tl.float32)
+        norm = square
         if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + k + offs_k, mask=offs_k + k < K, other=0.0).to(tl.float32)[None, :]
-        acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
-        if GATED:
-            acc_up += w_up.to(tl.float32)[None, :, :] * x[:, None, :]
+            norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+        acc0, up0, square0 = _row(x_ptr, 0, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc0, up0, square0, HAS_NORM, GATED)
+        if BLOCK_M > 1:
+            acc1, up1, square1 = _row(
+                x_ptr, 1, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc1, up1, square1, HAS_NORM, GATED
+            )
+        if BLOCK_M > 2:
+            acc2, up2, square2 = _row(
+                x_ptr, 2, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc2, up2, square2, HAS_NORM, GATED
+            )
+            acc3, up3, square3 = _row(
+                x_ptr, 3, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc3, up3, square3, HAS_NORM, GATED
+            )
         if k + BLOCK_K < K:
             mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
             w = _stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
             if GATED:
                 w_up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
-    y = tl.sum(acc, 2)
-    up = tl.sum(acc_up, 2)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-        y *= scale
-        up *= scale
-    _finish(
-        y, up, bias_ptr, residual_ptr, y_ptr, offs_m[:, None], offs_n[None, :], mask_m & (offs_n < n)[None, :],
-        rows, n, stride_rm, x_ptr.dtype.element_ty, 1, HAS_BIAS, GATED, HAS_RESIDUAL,
-    )  # fmt: skip
+    pointers = (bias_ptr, residual_ptr, y_ptr)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    _row_end(acc0, up0, square0, 0, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+    if BLOCK_M > 1:
+        _row_end(acc1, up1, square1, 1, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+    if BLOCK_M > 2:
+        _row_end(acc2, up2, square2, 2, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+        _row_end(acc3, up3, square3, 3, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -196,6 +239,7 @@ def _matrix_kernel(
         arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             tl.debug_barrier()  # no thread reads before the one that acquires
+            tl.store(arrivals_ptr + tl.program_id(0), 0)  # for the next launch
             acc = tl.load(parts)
             for split in tl.static_range(1, SPLITS):
                 acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
@@ -246,10 +290,7 @@ def launch(
     if tile.splits > 1:
         assert norm_weight is None and not gated, "tables give splits to plain projections only"
         elements = grid[0] * tile.splits * tile.block_n * block_m
-        # Counters are cleared for each call. Kept ones would be shared by graphs that replay at the same time, and would lie in
-        # whatever private pool was in use when they were first wanted, whose owner hands that memory out again.
-        arrivals = torch.zeros(grid[0], dtype=torch.int32, device=x.device)
-        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), arrivals
+        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), counters(grid[0], x.device)
     _matrix_kernel[(*grid, tile.splits)](
         *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
         num_warps=tile.num_warps,

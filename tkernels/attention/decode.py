@@ -10,8 +10,10 @@ Two launches whatever the batch holds, so one captured graph serves every length
 **The arithmetic of a sequence is a tree fixed by its own length (and window and query length) alone**: blocks of BLOCK_N keys are
 folded left to right into leaves (1, 2, 4, … blocks, so that there are at most _LEAVES), 8 leaves into a branch, at most 8 branches
 into the row. Only *where the ranges are cut* (between leaves) depends on the batch, and the combine repeats the same folds with the
-same operations in the same order. Keys are the rows of both products and query rows the columns, and nothing mixes columns. Hence the
-bits of a row are the same alone, in any batch, padded or not, and in every bucket of ``max_query_len``.
+same operations in the same order. The running maximum of a state is rounded up to a whole number, so that every factor between two states
+is a power of two and scaling is exact: only the order of the sums counts, not when they are scaled. Keys are the rows of both products
+and query rows the columns, and nothing mixes columns. Hence the bits of a row are the same alone, in any batch, padded or not, and in
+every bucket of ``max_query_len``.
 
 Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device.
 It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move.
@@ -188,7 +190,7 @@ def _decode_kernel(
             if HAS_WINDOW:
                 visible = visible & (offs_k[:, None] > position[None, :] - window)
         logits = tl.where(visible, logits, float("-inf"))
-        m_new = tl.maximum(m1, tl.max(logits, 0))
+        m_new = tl.maximum(m1, tl.ceil(tl.max(logits, 0)))  # whole numbers: see the head of this file
         m_base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
         p = tl.math.exp2(logits - m_base[None, :])
         a = tl.math.exp2(m1 - m_base)[None, :]
@@ -267,13 +269,13 @@ def _combine_kernel(
     QUERIES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr,
     LEAVES: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """One program per cut sequence, query head, query token and slice of the head dimension.
+    """One program per cut sequence, query head, query token and slice of the head dimension; 16 leaves in flight.
 
-    Branches are folded side by side, as the rows of a tile; then the branches into the row. Missing leaves are empty states.
+    Scales are powers of two, so weighing every leaf by the row's largest exponent gives the bits that folding with a running one gives.
+    The code is short on purpose: it runs once, so most of its time is fetching instructions and waiting for the first loads.
     """
     ROWS: tl.constexpr = QUERIES * GROUP
     SLICES: tl.constexpr = BLOCK_D // SLICE_D
-    BRANCHES: tl.constexpr = LEAVES // BRANCH
     pid = tl.program_id(0)
     part = pid % SLICES
     m_row = pid // SLICES % ROWS
@@ -281,57 +283,57 @@ def _combine_kernel(
     owner = pid // (SLICES * ROWS * KV_HEADS)
     offs_d = part * SLICE_D + tl.arange(0, SLICE_D)
     slot = (owner * KV_HEADS + head).to(tl.int64) * LEAVES * ROWS + m_row
-    branch = tl.arange(0, BRANCHES)
-    if not BY_RANGE:
-        s = owner
-        first_row = tl.load(cu_ptr + s)
-        query_len = tl.load(cu_ptr + s + 1) - first_row
     # loaded before it is known whether they hold anything, to save a round trip to memory
-    leaves = tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2)
-    at = slot + branch * (BRANCH * ROWS)
-    whole = tl.load(state_ptr + at * 4 + 2) == 1.0  # the branch was folded already
-    m_first = tl.load(state_ptr + at * 4)
-    l_first = tl.load(state_ptr + at * 4 + 1)
+    leaves = tl.minimum(tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2), LEAVES)
+    leaf = tl.arange(0, LEAVES)
+    exponents = tl.load(state_ptr + (slot + leaf * ROWS) * 4)
+    folded = tl.load(state_ptr + (slot + leaf // BRANCH * (BRANCH * ROWS)) * 4 + 2) == 1.0
     if BY_RANGE:
         s = tl.load(cuts_ptr + (owner * KV_HEADS + head) * 2 + 1)
-        first_row = tl.load(cu_ptr + s)
-        query_len = tl.load(cu_ptr + s + 1) - first_row
+    else:
+        s = owner
+    first_row = tl.load(cu_ptr + s)
+    query_len = tl.load(cu_ptr + s + 1) - first_row
     # without BY_RANGE nothing was written for a sequence that belongs to the prefill kernel
     if (m_row < query_len * GROUP) & (query_len <= QUERIES):
         if leaves > 0:
-            live = branch * BRANCH < leaves
-            m = tl.where(live, m_first, float("-inf"))
-            l = tl.where(live, l_first, 0.0)
-            acc = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
-            for j in tl.static_range(1, BRANCH):
-                live = (branch * BRANCH + j < leaves) & (whole == 0)
-                at = slot + (branch * BRANCH + j) * ROWS
-                mj = tl.load(state_ptr + at * 4, mask=live, other=float("-inf"))
-                lj = tl.load(state_ptr + at * 4 + 1, mask=live, other=0.0)
-                accj = tl.load(part_ptr + at[:, None] * BLOCK_D + offs_d[None, :], mask=live[:, None], other=0.0)
-                m, l, acc = merge_states(m, l, acc, mj, lj, accj, 1)
-            m_all = tl.full([1], float("-inf"), tl.float32)
-            l_all = tl.zeros([1], tl.float32)
-            acc_all = tl.zeros([1, SLICE_D], tl.float32)
-            for i in tl.static_range(BRANCHES):
-                chosen = branch == i
-                mi = tl.max(tl.where(chosen, m, float("-inf")), 0, keep_dims=True)
-                li = tl.sum(tl.where(chosen, l, 0.0), 0, keep_dims=True)
-                acci = tl.sum(tl.where(chosen[:, None], acc, 0.0), 0, keep_dims=True)
-                m_all, l_all, acc_all = merge_states(m_all, l_all, acc_all, mi, li, acci, 1)
+            written = (leaf < leaves) & ((folded == 0) | (leaf % BRANCH == 0))
+            m = tl.max(tl.where(written, exponents, float("-inf")), 0)
+            m_base = tl.where(m == float("-inf"), 0.0, m)
+            l = 0.0
+            acc = tl.zeros([SLICE_D], tl.float32)
+            for start in tl.range(0, leaves, 2 * BRANCH, num_stages=1):
+                for i in tl.static_range(2):
+                    at = slot + (start + i * BRANCH) * ROWS
+                    live = start + i * BRANCH < leaves
+                    whole = tl.load(state_ptr + at * 4 + 2, mask=live, other=1.0) == 1.0  # the branch was folded already
+                    l_branch = 0.0
+                    acc_branch = tl.zeros([SLICE_D], tl.float32)
+                    for j in tl.static_range(BRANCH):
+                        if j == 0:
+                            has = live
+                        else:
+                            has = (start + i * BRANCH + j < leaves) & (whole == 0)
+                        weight = tl.math.exp2(tl.load(state_ptr + (at + j * ROWS) * 4, mask=has, other=float("-inf")) - m_base)
+                        lj = tl.load(state_ptr + (at + j * ROWS) * 4 + 1, mask=has, other=0.0)
+                        accj = tl.load(part_ptr + (at + j * ROWS) * BLOCK_D + offs_d, mask=has, other=0.0)
+                        l_branch = tl.fma(lj, weight, l_branch)
+                        acc_branch = tl.fma(accj, tl.broadcast_to(weight, acc.shape), acc_branch)
+                    l += l_branch
+                    acc += acc_branch
             query_head = head * GROUP + m_row % GROUP
             row = (first_row + m_row // GROUP).to(tl.int64)
             if HAS_V_SCALE:
                 v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
-            sink = tl.full([1], float("-inf"), tl.float32)
+            sink = float("-inf")
             if HAS_SINKS:
-                sink = tl.load(sinks_ptr + query_head + tl.arange(0, 1)).to(tl.float32) * 1.4426950408889634
-            factor, lse = finish(m_all, l_all, sink, v_factor, HAS_SINKS)
-            out = cast(acc_all * factor[:, None], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * stride_ot + query_head * stride_oh + offs_d[None, :], out, mask=(offs_d < DIM)[None, :])
+                sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
+            factor, lse = finish(m, l, sink, v_factor, HAS_SINKS)
+            out = cast(acc * factor, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * stride_ot + query_head * stride_oh + offs_d, out, mask=offs_d < DIM)
             if HAS_LSE:
                 if part == 0:
-                    tl.store(lse_ptr + row * stride_lt + query_head * stride_lh + tl.arange(0, 1), lse)
+                    tl.store(lse_ptr + row * stride_lt + query_head * stride_lh, lse)
 
 
 def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None) -> None:
@@ -346,41 +348,43 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
             lse.fill_(float("-inf"))
         return
     target = target_of(out.device)
-    group = x.heads // x.kv_heads
+    kv_heads, group = x.kv_heads, x.heads // x.kv_heads
     if tiles is None:
         tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group)
     rows = queries * group
-    block_m = min(32, max(8, next_power_of_2(rows)))
+    # fp8 values are converted in registers. triton 3.6 multiplies them wrongly where it then takes wgmma, which it does from 16 columns on.
+    block_m = 8 if x.normalise_q else min(32, max(8, next_power_of_2(rows)))
     row_tiles = cdiv(rows, block_m)
     block_d = max(16, next_power_of_2(x.dim))
-    ranges = max(1, target.num_sms * tiles.programs_per_sm // (x.kv_heads * row_tiles))
+    ranges = max(1, target.num_sms * tiles.programs_per_sm // (kv_heads * row_tiles))
     by_range = x.num_seqs > ranges
     owners = min(x.num_seqs, ranges)
-    slots = owners * x.kv_heads * _LEAVES * rows
+    slots = owners * kv_heads * _LEAVES * rows
     parts = torch.empty((slots, block_d), dtype=torch.float32, device=out.device)
     states = torch.empty((slots, 4), dtype=torch.float32, device=out.device)
-    cuts = torch.empty((owners * x.kv_heads, 2), dtype=torch.int32, device=out.device)
+    cuts = torch.empty((owners * kv_heads, 2), dtype=torch.int32, device=out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     shared = dict(
-        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, QUERIES=queries,
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=queries,
         HAS_SINKS=x.sinks is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         LEAVES=_LEAVES, BRANCH=_BRANCH, BY_RANGE=by_range,
     )  # fmt: skip
-    _decode_kernel[(ranges * x.kv_heads * row_tiles,)](
+    _decode_kernel[(ranges * kv_heads * row_tiles,)](
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         parts, states, cuts,
         x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         out.stride(0), out.stride(1), stride_lt, stride_lh,
-        PAGE=x.page_size, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)), RANGES=ranges,
+        DIM=x.dim, BLOCK_D=block_d, PAGE=x.page_size,
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)), RANGES=ranges,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES_MULTI=_LEAVES_MULTI,
         SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, **shared,
     )  # fmt: skip
-    slice_d = min(64, block_d)
-    _combine_kernel[(owners * x.kv_heads * rows * (block_d // slice_d),)](
+    slice_d = min(128, block_d)
+    _combine_kernel[(owners * kv_heads * rows * (block_d // slice_d),)](
         out, lse, x.cu_seqlens_q, x.sinks, x.v_scale, parts, states, cuts,
         x.v_factor, x.v_scale_stride, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        SLICE_D=slice_d, num_warps=1, **shared,
+        DIM=x.dim, BLOCK_D=block_d, SLICE_D=slice_d, num_warps=1, **shared,
     )  # fmt: skip

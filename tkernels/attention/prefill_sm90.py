@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED
 from tkernels.attention._common import LOG2_E
@@ -92,45 +93,6 @@ def _tma_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
-class _Counters:
-    """Counters in device memory, zero between launches: the kernel leaves the one that it was given at zero.
-
-    Two launches that may run at once need two. Eager calls take turns, far more of them than launches fit a device's queues. A captured
-    call keeps its own for ever, since its graph may be replayed at any time; when those run out, a captured memset zeroes a fresh one.
-    """
-
-    EAGER, CAPTURED = 4096, 28672  # 32 bytes each
-
-    def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros((self.EAGER + self.CAPTURED, 8), dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # once: another stream may use them first
-        self._next = 0
-        self._captured = 0
-
-    def take(self) -> torch.Tensor:
-        self._next = (self._next + 1) % self.EAGER
-        return self._words[self._next]
-
-    def keep(self) -> torch.Tensor | None:
-        if self._captured == self.CAPTURED:
-            return None
-        self._captured += 1
-        return self._words[self.EAGER + self._captured - 1]
-
-
-_counters: dict[torch.device, _Counters] = {}
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    counters = _counters.get(device)
-    if torch.cuda.is_current_stream_capturing():
-        kept = counters.keep() if counters is not None else None
-        return kept if kept is not None else torch.zeros(8, dtype=torch.int32, device=device)
-    if counters is None:
-        counters = _counters[device] = _Counters(device)
-    return counters.take()
-
-
 def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     """The kernel's constexpr arguments."""
     from triton.experimental.gluon import language as gl
@@ -188,7 +150,7 @@ def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, mi
     box = boxes(x.q.dtype, x.dim, x.page_size)
     return prefill_sm90_kernel[(min(target_of(out.device).num_sms, items),)](
         _descriptor(x.q, *box["q_desc"]), _descriptor(x.k_cache, *box["k_desc"]), _descriptor(x.v_cache, *box["v_desc"]),
-        _descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, _counter(out.device),
+        _descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counters(1, out.device),
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
         **constants(x, lse is not None, min_query), num_warps=4,

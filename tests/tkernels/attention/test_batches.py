@@ -11,7 +11,7 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_values import attend
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention._tiles import DecodeTiles
+from tkernels.attention._tiles import DecodeTiles, decode_tiles
 from tkernels.attention.decode import decode
 
 
@@ -175,3 +175,11 @@ def test_b033_lengths_are_read_from_the_device(device):
     for lens in ([1, 60], [17, 0], [60, 59]):
         case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         check(case, *attend(case))
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90", "sm_100"])
+def test_blocks_of_keys_are_the_same_in_every_bucket(arch: str) -> None:
+    """BLOCK_N is part of the arithmetic: a sequence must not change its bits when a neighbour has more query tokens."""
+    for dim in range(1, 257):
+        for itemsize in (1, 2, 4):
+            assert len({decode_tiles(arch, dim, itemsize, rows).block_n for rows in (1, 16, 17, 128)}) == 1, (dim, itemsize)

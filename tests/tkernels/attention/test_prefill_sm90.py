@@ -21,6 +21,7 @@ import torch
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
+from tkernels import _counters
 from tkernels.attention import paged, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 
@@ -151,8 +152,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[Any]]:
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
     assert launches, "the call went to the plain Triton kernel"
-    counters = prefill_sm90._counters[torch.device("cuda", torch.cuda.current_device())]
-    assert not counters._words.any(), "a counter was not left at zero"
+    words = _counters._words[torch.device("cuda", torch.cuda.current_device())]
+    assert not words._ring.any() and not words._kept.any(), "a counter was not left at zero"
 
 
 def verify(*arguments: Any, **keywords: Any) -> Case:
