@@ -18,6 +18,7 @@ from runtime.calls import Staged
 from runtime.contract import same_bits
 from runtime.engine import Engine
 from runtime.graphed import GraphedModule
+from runtime.outputs import Loan
 from runtime.request import SamplingParams
 
 _MODES = ("auto", "full", "piecewise", "full", "piecewise", "eager")
@@ -96,7 +97,8 @@ class Compared:
         where = f"step {number}, {call.sizes}, {decision}"
         if not same_bits(got[0], want[0]):
             raise Difference(f"{where}: its tokens are {got[0].tolist()}, uncaptured {want[0].tolist()}")
-        if not same_bits(got[1], want[1]):
+        logits = got[1].take() if isinstance(got[1], Loan) else got[1]
+        if not same_bits(logits, want[1]):
             raise Difference(f"{where}: its logits are not those of the callable not captured")
         for i, (cache, then) in enumerate(zip(self.caches, after, strict=True)):
             if not same_bits(cache, then):

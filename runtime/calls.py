@@ -109,8 +109,9 @@ def _run(steps: Steps, key: KeySteps, captured: Captured, views: Mapping[str, to
 def _rows(steps: Steps, key: KeySteps, captured: Captured, real: Mapping[str, int], borrow: bool | Collection[int]) -> Any:
     if borrow is False:
         return captured.output.real_rows(real, torch.clone)
-    lend = partial(_lend, steps, steps.replays, key.arena)
-    return captured.output.real_rows(real, lend) if borrow is True else captured.output.real_rows(real, torch.clone, lend, borrow)
+    if borrow is True:
+        return captured.output.real_rows(real, partial(_lend, steps, steps.replays, key.arena))
+    return captured.output.real_rows(real, torch.clone, borrow, partial(_replayed_since, steps, steps.replays))
 
 
 class Staged:

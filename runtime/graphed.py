@@ -64,7 +64,7 @@ def graphed(
         where it depends on them: with q tokens a sequence ``{"seqs": lambda tokens, host: tokens // host["q"]}``.
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
     borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises. Or
-        the numbers of the outputs that are lent so, the others being copies.
+        the numbers of the outputs that graphs hand out as a ``Loan``, which costs nothing until it is taken; the others are copies.
     """
     return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
 

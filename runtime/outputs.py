@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -168,6 +168,7 @@ class StepOutput:
         self._dims = dims
         self._leaves, self._spec = pytree.tree_flatten(output)
         self._is_leaf = self._spec.is_leaf()
+        self._is_tuple = type(output) is tuple and len(output) == len(self._leaves)
         self._tensors = [i for i, found in enumerate(dims) if found is not None]
         self._cuts = [(i, axis, dim.name, dim.extra) for i, found in enumerate(dims) for axis, dim in (found or {}).items()]
 
@@ -179,17 +180,43 @@ class StepOutput:
         self,
         real: Mapping[str, int],
         each: Callable[[torch.Tensor], torch.Tensor],
-        lend: Callable[[torch.Tensor], torch.Tensor] | None = None,
         lent: Collection[int] = (),
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan), and those that
-        ``lent`` numbers through ``lend``."""
+        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan); those that ``lent``
+        numbers as a ``Loan``."""
         leaves = self._leaves.copy()
         for i, axis, name, extra in self._cuts:
-            leaves[i] = leaves[i].narrow(axis, 0, real[name] + extra)
+            if i not in lent:
+                leaves[i] = leaves[i].narrow(axis, 0, real[name] + extra)
         for i in self._tensors:
-            leaves[i] = each(leaves[i]) if lend is None or i not in lent else lend(leaves[i])
-        return leaves[0] if self._is_leaf else pytree.tree_unflatten(leaves, self._spec)
+            leaves[i] = Loan(self, i, real, is_stale) if i in lent else each(leaves[i])
+        if self._is_leaf:
+            return leaves[0]
+        return tuple(leaves) if self._is_tuple else pytree.tree_unflatten(leaves, self._spec)
+
+    def leaf(self, index: int, real: Mapping[str, int]) -> torch.Tensor:
+        """One output's real rows, in the graph's own memory."""
+        tensor = self._leaves[index]
+        for i, axis, name, extra in self._cuts:
+            if i == index:
+                tensor = tensor.narrow(axis, 0, real[name] + extra)
+        return tensor
+
+
+class Loan(NamedTuple):
+    """An output that is looked at seldom: it costs nothing until ``take``, which is good until the next captured step."""
+
+    output: StepOutput
+    number: int
+    real: Mapping[str, int]
+    is_stale: Callable[[], bool]
+
+    def take(self) -> torch.Tensor:
+        """The graph's own memory. Raises StaleOutputError after a later replay."""
+        if self.is_stale():
+            raise StaleOutputError("this output was lent until the next step, which may have overwritten it; take and copy it before")
+        return self.output.leaf(self.number, self.real)
 
 
 def cut_to_real(outputs: Any, dims: OutputDims, real: Mapping[str, int]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import tkernels
+from runtime.outputs import Loan
 from runtime.request import Request, TokenLogprob
 from runtime.scheduler import Chunk, Step
 
@@ -109,13 +110,14 @@ class SlotSampler:
                 self._mask[slot].copy_(self._send(self._allowed[slot]))
 
     def run(
-        self, step: Step, tokens: torch.Tensor, logits: torch.Tensor, masks: Mapping[int, np.ndarray]
+        self, step: Step, tokens: torch.Tensor, logits: torch.Tensor | Loan, masks: Mapping[int, np.ndarray]
     ) -> tuple[torch.Tensor, Pending | None]:
         """The step's tokens, those of rows that ask for more drawn again, and the log-probabilities that requests want.
 
         tokens [seqs], logits [seqs, vocab]: what the step gave. masks: by request number, what masks allow for this token.
         """
-        logits = logits.as_subclass(torch.Tensor)  # on loan until the next step, and read before it
+        if isinstance(logits, Loan):
+            logits = logits.take()  # until the next step, which comes behind all this
         adjusted = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.samples and chunk.request.adjusts]
         if adjusted:
             index, drawn = self._draw(adjusted, logits, masks)

@@ -63,7 +63,8 @@ def step(tokens: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor,
 
 
 def make(module: nn.Module, dynamic: object = None, *, pad: object = None, bounds: object = None, compile: object = None,
-         max_num_seqs: int = 2, static: tuple[str, ...] = (), borrow: bool = False, **graph: object) -> GraphedModule:  # fmt: skip
+         max_num_seqs: int = 2, static: tuple[str, ...] = (), borrow: bool | tuple[int, ...] = False,
+         **graph: object) -> GraphedModule:  # fmt: skip
     """``graphed`` with small sizes, no compiler, and the toy's splitting op."""
     config = {
         "graph": {"max_tokens": 8, "capture_sizes": [2, 4], **graph},

@@ -15,7 +15,7 @@ from torch import nn
 
 from runtime import warmup
 from runtime.contract import same_bits
-from runtime.outputs import StaleOutputError
+from runtime.outputs import Loan, StaleOutputError
 
 MODES = ("full", "piecewise", "eager", "auto")
 
@@ -300,6 +300,21 @@ def test_an_input_handed_through_is_not_lent(device: torch.device) -> None:
     level_costs(fast)
     again, _ = fast(ones, fives)
     assert fast(fives, again)[1].tolist() == [6.0] * 4
+
+
+def test_a_numbered_output_is_lent_and_costs_nothing_until_it_is_taken(device: torch.device) -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, x * 2
+
+    fast = make(Two(), {"x": 0}, mode="full", borrow=(1,), on_capture_error="raise")
+    x = torch.arange(6.0, device=device).view(3, 2)
+    kept, lent = fast(x)
+    assert isinstance(lent, Loan) and torch.equal(lent.take(), x * 2) and lent.take().data_ptr() == lent.take().data_ptr()
+    fast(x[:1])
+    assert torch.equal(kept, x + 1), "the other output is a copy"
+    with pytest.raises(StaleOutputError, match="lent until the next step"):
+        lent.take()
 
 
 @pytest.mark.parametrize("next_size", [4, 2, 8])

@@ -43,11 +43,11 @@ class Rig:
         self.runner = ToyRunner(num_pages, page_size)
         self.requests: list[Request] = []
 
-    def add(self, prompt: list[int] | int, max_tokens: int = 4, ignore_eos: bool = False, **more) -> Request:
+    def add(self, prompt: list[int] | int, max_tokens: int = 4, ignore_eos: bool = False, n: int = 1, **more) -> Request:
         number = len(self.requests)
         if isinstance(prompt, int):
             prompt = [number * RANGE + i for i in range(prompt)]
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), **more)
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, n=n), **more)
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -407,6 +407,8 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 14), st.integers(1, 10)),
         st.tuples(st.just("again"), st.integers(0, 100), st.integers(1, 10)),  # an earlier prompt, perhaps with a longer tail
+        st.tuples(st.just("samples"), st.integers(1, 14), st.integers(2, 4)),  # several answers to one prompt
+        st.tuples(st.just("masked"), st.integers(1, 14), st.integers(1, 10)),  # one token at a time
         st.tuples(st.just("abort"), st.integers(0, 100), st.just(0)),
         st.tuples(st.just("fail"), st.just(0), st.just(0)),
         st.tuples(st.just("step"), st.integers(1, 5), st.just(0)),
@@ -414,6 +416,21 @@ operations = st.lists(
     ),
     max_size=40,
 )
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_answers_to_one_prompt_hold_its_full_pages_once(prefix_cache: bool) -> None:
+    """Chunk by chunk: the others wait until the first has computed the pages that they share, then compute the rest each."""
+    rig = Rig(prefix_cache=prefix_cache, max_batch_tokens=8)
+    first = rig.add(18, n=3)
+    others = [rig.add(list(first.prompt_tokens), n=3, sample=sample, first=first) for sample in (1, 2)]
+    while not all(each.num_generated for each in others):
+        rig.step()
+    assert others[0].pages[:4] == others[1].pages[:4] == first.pages[:4]
+    assert len({page for each in (first, *others) for page in each.pages[4:]}) == sum(len(each.pages[4:]) for each in (first, *others))
+    assert sum(chunk.num_tokens for step in rig.runner.steps for chunk in step.chunks if not chunk.num_generated) == 18 + 2 * 2
+    rig.run()
+    rig.check_end()
 
 
 @settings(max_examples=150, deadline=None)
@@ -478,6 +495,12 @@ def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
             add(a, b)
         elif kind == "again" and rig.requests:
             add(list(rig.requests[a % len(rig.requests)].tokens[:20]), b)
+        elif kind == "masked" and rig.blocks.pages_needed(a, 0) <= rig.blocks.usable_pages:
+            rig.add(a, b, mask=lambda tokens: None)
+        elif kind == "samples" and rig.blocks.pages_needed(a, 0) <= rig.blocks.usable_pages:
+            first = rig.add(a, 4, n=b)
+            for sample in range(1, b):
+                rig.add(list(first.prompt_tokens), 4, n=b, sample=sample, first=first)
         elif kind == "abort" and rig.requests:
             rig.scheduler.finish(rig.requests[a % len(rig.requests)], "abort")
         elif kind == "fail" and len(flying) == 1:

@@ -44,6 +44,7 @@ class ToyRunner:
         for request, start, count, _, _ in step.chunks:
             for position in range(start, start + count):
                 known = position < len(request.tokens)
+                assert known or not request.lockstep, "a token was asked for before the one before it is known"
                 token = request.tokens[position] if known else (pending or {})[request.number]
                 self.slots[self.slot(request.pages, position)] = token
         return [self._next(chunk) for chunk in step.chunks]
