@@ -5,6 +5,7 @@ Draws differ between libraries, so a peer's tokens are checked for lying in the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -115,6 +116,38 @@ def _inputs(rows: int) -> tuple[int, list[torch.Tensor]]:
     """Bytes of one set of logits, and the sets."""
     moved = rows * VOCAB * DTYPE.itemsize
     return moved, [(2 * torch.randn((rows, VOCAB), device=DEVICE)).to(DTYPE) for _ in range(sets_for(moved))]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"min-p 0.1, {rows} rows")
+@pytest.mark.parametrize("peer", [OURS, EAGER, INDUCTOR])
+def test_sample_min_p(measure: Any, rows: int, peer: str) -> None:
+    """temperature 0.8 and min-p 0.1: no sort and no search, only a look at the largest logit first."""
+
+    def build() -> Problem:
+        moved, logits = _inputs(rows)
+        ones, index = torch.ones(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
+        settings, min_p = (0.8 * ones, index.int() * 0, ones, index, 0 * index + 7), 0.1 * ones
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            scaled = x.float() / 0.8
+            scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + math.log(0.1), float("-inf"))
+            return (scaled.softmax(-1) / torch.empty_like(scaled).exponential_()).argmax(-1)
+
+        compiled, expected = inductor(plain), sample_ref(logits[0], *settings, min_p)
+        wide = logits[0].double() / 0.8
+        kept = wide >= wide.amax(-1, keepdim=True) + math.log(0.1) - 1e-5
+
+        def check(name: str, tokens: torch.Tensor) -> float:
+            return float(((tokens != expected) if name == OURS else ~kept.gather(1, tokens[:, None])[:, 0]).double().mean())
+
+        calls = {
+            OURS: lambda i: tkernels.sample(logits[i], *settings, min_p=min_p),
+            EAGER: lambda i: plain(logits[i]),
+            INDUCTOR: lambda i: compiled(logits[i]),
+        }
+        return Problem(peers=calls, check=check, tolerance=0.0, bytes=moved, sets=len(logits))
+
+    measure(build)
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"{rows} rows")
