@@ -14,8 +14,8 @@ from runtime.costs import INF, StepCosts
 
 _MARGIN = 0.95  # a smaller chunk must be this much cheaper per token: measured costs are noisy, and every chunk costs a step
 _SMOOTH = 1.05  # with a target for the time between tokens: what prompts that are in no hurry may cost more for shorter steps
-_ITL_SHARE = 0.6  # of the target that a predicted step may take; the rest is for prediction errors
-_TTFT_SHARE = 0.15  # of the target, from which on prompts are in a hurry
+_ITL_SHARES = (0.5, 0.6)  # of the target that a predicted round may take, without and in a hurry; the rest is for prediction errors
+_TTFT_SHARE = 0.3  # of the target, from which on prompts are in a hurry
 
 
 _SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # a chunk is one of so many that make up all prompt tokens that may join
@@ -94,7 +94,7 @@ class CheapestPerToken:
         reading = table.kv_ms * load.context
         decode_ms = table.ms(decodes, False) + reading if decodes else 0.0
         bounded = decodes > 0 and self.itl_ms > 0
-        limit = max(_ITL_SHARE * self.itl_ms, decode_ms + self.itl_ms / 4) if bounded else INF  # prompts always go on
+        limit = max(_ITL_SHARES[hurry] * self.itl_ms, decode_ms + self.itl_ms / 4) if bounded else INF  # prompts always go on
         rounds: list[tuple[float, float, int, bool]] = []  # cost, ms, prompt tokens, together
         shortest = (INF, 0, True)
         best = INF
