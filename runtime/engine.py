@@ -230,6 +230,7 @@ class Engine:
         for name, ids in params.named_tokens().items():
             if ids and max(ids) >= vocab:
                 raise RequestError(f"{name}: expected token ids from 0 to {vocab - 1}, got {max(ids)}")
+        self.runner.sampler.prepare(params, mask is not None)  # now: what fails in a step fails for all that run
         answers: list[Answer] = []
         for sample in range(params.n):
             first = answers[0].request if answers else None

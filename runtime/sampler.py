@@ -16,7 +16,7 @@ import torch
 
 import tkernels
 from runtime.outputs import Loan
-from runtime.request import Request, TokenLogprob
+from runtime.request import Request, RequestError, SamplingParams, TokenLogprob
 from runtime.scheduler import Chunk, Step
 
 _MAX_BIAS = 1024  # entries of one request, as SamplingParams allows
@@ -74,19 +74,29 @@ class SlotSampler:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
+    def prepare(self, params: SamplingParams, has_mask: bool) -> None:
+        """Make the state that such requests need, if it is not there. Raises RequestError where the device has no memory for it."""
+        words = -(-self.vocab // 32)
+        try:
+            with torch.inference_mode(False):  # it is written in steps, which may be outside of inference mode
+                if params.penalises and self._counts is None:
+                    self._counts = torch.zeros((self.num_slots, self.vocab), dtype=torch.int32, device=self.device)
+                if params.logit_bias and self._bias is None:
+                    ids = torch.full((self.num_slots, _MAX_BIAS), -1, dtype=torch.int32, device=self.device)
+                    self._bias = ids, torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
+                if (params.allowed_token_ids is not None or has_mask) and self._mask is None:
+                    self._mask = torch.full((self.num_slots, words), -1, dtype=torch.int32, device=self.device)
+        except torch.OutOfMemoryError as error:
+            needed = self.num_slots * (4 * self.vocab if params.penalises else 8 * _MAX_BIAS if params.logit_bias else 4 * words)
+            raise RequestError(
+                f"its state for scheduler.max_num_seqs = {self.num_slots} requests takes {needed >> 20} MiB, which {self.device} does not "
+                "have; lower cache.num_pages or scheduler.max_num_seqs"
+            ) from error
+
     def admit(self, request: Request) -> None:
         """A request has taken its row: set the state of that slot. Its tokens are all known then, also after a preemption."""
         params, slot = request.params, request.row
-        with torch.inference_mode(False):  # state is made once and written in steps, which may be outside of inference mode
-            if params.penalises and self._counts is None:
-                self._counts = torch.zeros((self.num_slots, self.vocab), dtype=torch.int32, device=self.device)
-            if params.logit_bias and self._bias is None:
-                shape = (self.num_slots, _MAX_BIAS)
-                ids = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-                self._bias = ids, torch.zeros(shape, dtype=torch.float32, device=self.device)
-            if (params.allowed_token_ids is not None or request.mask is not None) and self._mask is None:
-                shape = (self.num_slots, -(-self.vocab // 32))
-                self._mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self.prepare(params, request.mask is not None)
         if params.penalises:
             assert self._counts is not None
             self._counts[slot].zero_()

@@ -265,6 +265,31 @@ def test_parameters_that_do_not_fit_the_model_are_refused(device: torch.device, 
     check_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("given", "mask"),
+    [({"presence_penalty": 1.0}, None), ({"logit_bias": {1: 1.0}}, None), ({}, even_then_odd)],
+    ids=["penalties", "bias", "mask"],
+)
+def test_state_without_memory_refuses_its_own_request(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], mask: Hook | None
+) -> None:
+    engine = make_engine(device)
+    beside = engine.submit([5, 6], SamplingParams(max_tokens=4))
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.sampler.torch.zeros", full)
+        patch.setattr("runtime.sampler.torch.full", full)
+        with pytest.raises(RequestError, match=r"its state for scheduler.max_num_seqs = 4 requests takes 0 MiB, which (cpu|cuda)"):
+            engine.submit([1], SamplingParams(**given), mask=mask)
+    while engine.has_work:
+        engine.step()
+    assert beside.completion().finish_reason == "length"
+    check_idle(engine)
+
+
 def test_a_mask_is_for_one_answer(device: torch.device) -> None:
     with pytest.raises(RequestError, match="n: a mask belongs to one answer, got 2"):
         make_engine(device).submit_samples([1], SamplingParams(n=2), mask=even_then_odd)
