@@ -99,6 +99,17 @@ def test_each_parameter_equals_the_reference_in_any_company(device: torch.device
     check_idle(engine)
 
 
+@pytest.mark.interpreted
+def test_the_kernels_themselves_equal_the_reference(device: torch.device) -> None:
+    """The other tests of this file run the ops' references on a CPU."""
+    params = [SamplingParams(max_tokens=3, logprobs=2, **PARAMS[index]) for index in (1, 3, 4, 6)]
+    prompts = [prompt_of(2 + index) for index in range(len(params))]
+    for prompt, each, answer in zip(prompts, params, make_engine(device).generate(prompts, params), strict=True):
+        tokens, logprobs = reference(device, prompt, each, each.seed or 0)
+        assert answer.token_ids == tokens
+        assert [list(got.top) for got in answer.logprobs or ()] == [top.indices.tolist() for _, top in logprobs]
+
+
 def test_plain_rows_draw_the_same_beside_others(device: torch.device) -> None:
     """In graphs too: what other requests ask changes no bit of a plain one, and a slot's state does not outlive its request."""
     graphs = {"mode": "full", "capture_sizes": [1, 2, 4], "max_tokens": 8, "on_capture_error": "raise"}
