@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: argparse.Namespace, config: RuntimeConfig) -> Run:
     """Read trace and costs; the rest needs the engine."""
+    if config.parallel.tensor > 1:
+        raise ConfigError("parallel.tensor: bench takes one GPU, since each rank would see requests arrive at other steps by its own clock")
     for name in ("seconds", "scale"):
         value = getattr(arguments, name)
         if not (math.isfinite(value) and (value > 0 or (name == "seconds" and value == 0))):

@@ -191,7 +191,12 @@ def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsy
     assert data["report"]["requests"] == data["simulated"]["requests"] == 8
     assert data["report"].keys() == data["simulated"].keys()
     assert (data["pages"], data["model"]) == (60, "random:tiny")
-    for wrong, message in ((["--seconds", "-1"], "--seconds"), (["--scale", "0"], "--scale"), (["--costs", "no.json"], "--costs no.json")):
+    for wrong, message in (
+        (["--seconds", "-1"], "--seconds"),
+        (["--scale", "0"], "--scale"),
+        (["--costs", "no.json"], "--costs no.json"),
+        (["--parallel.tensor", "2"], "parallel.tensor: bench takes one GPU"),
+    ):
         assert main([*common, *wrong]) in (1, 2)
         assert message in capsys.readouterr().err
 
