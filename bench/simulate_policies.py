@@ -35,7 +35,7 @@ def run(policy: str, arrivals: list[Arrival], rate: float, costs: str | None = N
     table, pages = costs_of(config, costs, "h200", "llama-8b")
     scheduler = make_scheduler(config, table, num_pages=pages, max_context=16384)
     started = time.process_time()
-    report = simulate(arrivals, scheduler, table, rate=rate).report()
+    report = simulate(arrivals, scheduler, table, rate=rate, depth=2 if config.scheduler.overlap else 1).report()
     seconds = time.process_time() - started
     del report["step_sizes"]
     row = {

@@ -71,7 +71,8 @@ def _predict(engine: Engine, config: RuntimeConfig, table: StepCosts, arrivals: 
     """The same traffic, scheduler and pages, with the table in place of the device."""
     pages, context = engine.runner.num_pages, engine.scheduler.model_context
     scheduler = make_scheduler(config, table, num_pages=pages, max_context=context)
-    return simulate(arrivals, scheduler, table, rate=rate, max_tokens=max_tokens).report()
+    depth = 2 if config.scheduler.overlap else 1
+    return simulate(arrivals, scheduler, table, rate=rate, max_tokens=max_tokens, depth=depth).report()
 
 
 def _print(measured: dict[str, Any], predicted: dict[str, Any], out: Console) -> None:

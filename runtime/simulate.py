@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import deque
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -83,11 +84,19 @@ def _second(text: str) -> float:
 
 
 def simulate(
-    arrivals: Iterable[Arrival], scheduler: Scheduler, table: StepCosts, *, rate: float = 1.0, max_tokens: int = 4096, every: int = 0
+    arrivals: Iterable[Arrival],
+    scheduler: Scheduler,
+    table: StepCosts,
+    *,
+    rate: float = 1.0,
+    max_tokens: int = 4096,
+    every: int = 0,
+    depth: int = 1,
 ) -> Outcome:
     """Run a trace to its end. rate: arrivals come so many times as fast. max_tokens: what requests ask for at most.
 
-    every: keep a ``Sample`` of each so many-th step; 0 keeps none.
+    every: keep a ``Sample`` of each so many-th step; 0 keeps none. depth: steps in flight; with two, as the engine has with
+    ``scheduler.overlap``, a step is composed before the one before it has begun, so an arrival waits for one more.
     """
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"--rate: expected a number above 0, got {rate}")
@@ -95,8 +104,9 @@ def simulate(
     pending = iter(arrivals)
     upcoming = next(pending, None)
     live: dict[int, Live] = {}
+    flying: deque[tuple[Step, float, float]] = deque()  # with the time that each takes and the moment when it ends
     params = SamplingParams(max_tokens=max_tokens)
-    number, now = 0, 0.0  # ms
+    number, now, free = 0, 0.0, 0.0  # ms; free: when the device has run all that it was given
     to_ms = 1e3 / rate
     while True:
         while upcoming is not None and upcoming.second * to_ms <= now:
@@ -108,16 +118,21 @@ def simulate(
                 outcome.refused += 1
             number += 1
             upcoming = next(pending, None)
-        step = scheduler.schedule()
-        if step is None:
+        while len(flying) < depth and (step := scheduler.schedule()) is not None:
+            ms = _count(outcome, step, table)
+            free = max(free, now) + ms
+            flying.append((step, ms, free))
+        if not flying:
             if upcoming is None:
                 break
             now = max(now, upcoming.second * to_ms)
             continue
-        ms = _count(outcome, step, table)
-        now += ms
+        step, ms, now = flying.popleft()
         outcome.running_sum += len(scheduler.running)
-        tokens = [_STOP if num_generated + 1 >= live[request.number].generated else _GO_ON for request, _, _, _, num_generated in step.rows]
+        tokens = [
+            _STOP if request.number not in live or num_generated + 1 >= live[request.number].generated else _GO_ON
+            for request, _, _, _, num_generated in step.rows
+        ]
         for request in scheduler.complete(step, tokens):
             live[request.number].token(now, outcome)
             if request.finish_reason is not None:
@@ -125,8 +140,7 @@ def simulate(
         if every and outcome.steps % every == 0:
             blocks = scheduler.blocks
             held = blocks.usable_pages - blocks.num_available
-            size = step.num_tokens
-            outcome.samples.append(Sample(now / 1e3, len(scheduler.running), len(scheduler.waiting), held, ms, size))
+            outcome.samples.append(Sample(now / 1e3, len(scheduler.running), len(scheduler.waiting), held, ms, step.num_tokens))
     outcome.seconds = now / 1e3
     outcome.preemptions, outcome.cached_tokens = scheduler.preemptions, scheduler.cached_tokens
     return outcome

@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> N
     longest = max(arrival.prompt + min(arrival.generated, arguments.max_answer) for arrival in arrivals)
     scheduler = make_scheduler(config, table, num_pages=num_pages, max_context=longest)
     every = max(1, sum(arrival.generated for arrival in arrivals) // _SAMPLES) if arguments.picture else 0
-    outcome = simulate(arrivals, scheduler, table, rate=arguments.rate, max_tokens=arguments.max_answer, every=every)
+    depth = 2 if config.scheduler.overlap else 1
+    outcome = simulate(arrivals, scheduler, table, rate=arguments.rate, max_tokens=arguments.max_answer, every=every, depth=depth)
     title = f"{Path(arguments.trace).name} at {arguments.rate:g}x, policy {config.scheduler.policy}; costs: {table.source}"
     out.print(title, markup=False)
     _print(outcome, out)

@@ -61,6 +61,17 @@ def test_goodput_needs_both_the_first_token_and_the_gaps_in_time() -> None:
         assert simulate([Arrival(0.0, 20, 4)], scheduler(table), table).report()["goodput"] == good
 
 
+def test_a_step_in_flight_lets_an_arrival_wait_for_one_more() -> None:
+    """By hand: the first request's prompt runs to 10 ms, its decodes of 1 ms follow; the second arrives at 10.5 ms, when the decode that
+    ends at 11 ms runs and the one that ends at 12 ms has been composed. Each ended request costs a step more that nobody sees."""
+    table = StepCosts(ROWS, EAGER)
+    arrivals = [Arrival(0.0, 20, 3), Arrival(0.0105, 20, 1)]
+    alone, overlapped = (simulate(arrivals, scheduler(table), table, depth=depth) for depth in (1, 2))
+    assert sorted(alone.ttft) == pytest.approx([10.0, 10.5]) and sorted(overlapped.ttft) == pytest.approx([10.0, 11.5])
+    assert overlapped.generated_tokens == alone.generated_tokens == 4 and overlapped.steps > alone.steps
+    assert overlapped.finished == 2
+
+
 def test_context_and_pairs_cost_what_the_table_says() -> None:
     table = StepCosts(ROWS, EAGER, kv_ms=0.5, pair_ms=0.25)
     outcome = simulate([Arrival(0.0, 20, 2)], scheduler(table), table)
@@ -84,9 +95,10 @@ def test_requests_of_a_group_share_pages_and_others_do_not() -> None:
     arrivals=st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 150), st.integers(1, 20)).map(lambda each: Arrival(*each)), max_size=25),
     policy=st.sampled_from(["cost", "static"]),
     targets=st.sampled_from([{}, {"itl_ms": 3.0}, {"itl_ms": 12.0, "ttft_ms": 40.0}]),
+    depth=st.integers(1, 2),
     num_pages=st.integers(20, 60),
 )
-def test_every_request_ends_and_none_waits_behind_later_ones(arrivals, policy, targets, num_pages) -> None:
+def test_every_request_ends_and_none_waits_behind_later_ones(arrivals, policy, targets, num_pages, depth) -> None:
     """First tokens come in order of arrival, whatever the policy, the targets, and how scarce pages are; so nobody starves."""
     table = StepCosts(ROWS, [PlanRow("", size, 4.0 + size / 8, 1.0 + size / 8, None, "", 0) for size in (1, 16, 32, 64)])
     arrivals = sorted(arrivals, key=lambda arrival: arrival.second)
@@ -100,7 +112,7 @@ def test_every_request_ends_and_none_waits_behind_later_ones(arrivals, policy, t
         return grown
 
     made.complete = noting  # type: ignore[method-assign]
-    outcome = simulate(arrivals, made, table)
+    outcome = simulate(arrivals, made, table, depth=depth)
     assert outcome.finished == len(arrivals) and outcome.generated_tokens == sum(arrival.generated for arrival in arrivals)
     if made.overtake_ms == 0:  # else see test_no_prompt_is_overtaken_for_ever
         assert order == sorted(order)
