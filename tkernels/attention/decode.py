@@ -89,8 +89,11 @@ def _decode_kernel(
     ends = tl.cumsum(shares, 0)
     begins = ends - shares
     total = tl.max(ends, 0)
-    quota = total // RANGES  # of every range; the first ``larger`` ones take one block more
-    larger = total % RANGES
+    # As few ranges as keep the longest as short: sequences of one length then end where ranges do, and none is cut.
+    longest = tl.maximum((total + RANGES - 1) // RANGES, 1)
+    used = tl.maximum((total + longest - 1) // longest, 1)
+    quota = total // used  # of every range; the first ``larger`` ones take one block more
+    larger = total % used
 
     # this program's range: an equal share, moved up to the next end of a leaf; both ends in one reduction
     x_begin = rank * quota + tl.minimum(rank, larger)
@@ -350,7 +353,7 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     target = target_of(out.device)
     kv_heads, group = x.kv_heads, x.heads // x.kv_heads
     if tiles is None:
-        tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group)
+        tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group, x.num_seqs)
     rows = queries * group
     # fp8 values are converted in registers. triton 3.6 multiplies them wrongly where it then takes wgmma, which it does from 16 columns on.
     block_m = 8 if x.normalise_q else min(32, max(8, next_power_of_2(rows)))
