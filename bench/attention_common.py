@@ -1,4 +1,4 @@
-"""What the attention benches share: paged batches on the GPU, interleaved timing of CUDA graphs, and the facts of a run.
+"""What the attention benches share: paged batches on the GPU, interleaved timing of CUDA graphs.
 
 Every figure is the median over interleaved rounds of one graph that holds at least ten calls, each on its own part of a KV cache
 larger than L2, with permuted pages. Inputs are random.
@@ -6,13 +6,9 @@ larger than L2, with permuted pages. Inputs are random.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,18 +90,3 @@ def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out.double() - expected.double()).norm() / expected.double().norm())
-
-
-def save(name: str, results: Any, folder: str | None = None) -> None:
-    """Write ``results`` with the facts of the run to ``folder`` (default: $OUT, else bench/results)."""
-    import triton
-
-    properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    facts = {
-        "gpu": properties.name, "driver": driver.stdout.strip(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),
-    }  # fmt: skip
-    path = Path(folder or os.environ.get("OUT") or Path(__file__).parent / "results") / f"{name}.json"
-    path.write_text(json.dumps({"facts": facts, "results": results}, indent=1))

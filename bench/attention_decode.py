@@ -1,6 +1,6 @@
 """Decode over a paged cache against torch SDPA on contiguous KV, in one run, inside CUDA graphs.
 
-    python bench/attention_decode.py [--cases rows,mixed,fp8,window,queries,length,batch] [--sweep]
+    python -m bench.attention_decode [--cases rows,mixed,fp8,window,queries,length,batch] [--sweep]
 
 Each case is checked against the oracle first; a wrong one is not timed. --sweep: every tile choice of _SWEEP besides the shipped one.
 """
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error, save
+from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error
+from bench.harness import write_results
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention._tiles import DecodeTiles
 from tkernels.attention.decode import QUERY_LEN, decode
@@ -113,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default="rows,mixed,fp8,window,features,queries")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--name", default="attention_decode")
+    parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
     sweep = _SWEEP if options.sweep else {}
     cases = options.cases.split(",")
@@ -149,7 +150,8 @@ def main() -> None:
     if "batch" in cases:
         for b in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 33, 48, 64, 65, 66, 67, 96, 128, 129, 160, 192, 224, 255, 256):
             results.append(run_case(f"batch {b} x 8192", [8192] * b))
-    save(options.name, results)
+    if options.out:
+        write_results(options.out, "python -m bench.attention_decode", results)
 
 
 if __name__ == "__main__":

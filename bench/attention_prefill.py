@@ -1,7 +1,7 @@
 """Causal prefill over a paged cache: the Gluon kernel and its plain-Triton twin against cuDNN SDPA on contiguous tensors and compiled
 FlexAttention, in one run.
 
-    python bench/attention_prefill.py [--cases rows,dims,mha,chunked,mixed] [--pages 16,64] [--sweep] [--no-peers] [--name FILE]
+    python -m bench.attention_prefill [--cases rows,dims,mha,chunked,mixed] [--pages 16,64] [--sweep] [--no-peers] [--out FILE]
 
 Each result is checked against the oracle first; a wrong one is not timed. The results file is written after each case.
 FLOPs: 4 · dim · heads · (query, key) pairs that are seen.
@@ -17,7 +17,8 @@ import torch
 from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention_common import Batch, capture, interleaved, make_batch, relative_error, save
+from bench.attention_common import Batch, capture, interleaved, make_batch, relative_error
+from bench.harness import write_results
 from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import PrefillTiles
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--pages", default="16,64")
     parser.add_argument("--sweep", action="store_true", help="tile sizes of the plain Triton kernel too")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--name", default="attention_prefill")
+    parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
     cases = options.cases.split(",")
     pages = [int(page) for page in options.pages.split(",")]
@@ -177,7 +178,8 @@ def main() -> None:
 
     def add(result: dict[str, Any]) -> None:
         results.append(result)
-        save(options.name, results)
+        if options.out:
+            write_results(options.out, "python -m bench.attention_prefill", results)
 
     if "rows" in cases:
         for page in pages:

@@ -45,10 +45,12 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the tree, with a mark when files differ from it; TKERNELS_COMMIT names it where the tree came without git."""
+    """TKERNELS_COMMIT, for a tree that came without its history; else the commit of the tree, with a mark when files differ from it."""
+    if os.environ.get("TKERNELS_COMMIT"):
+        return os.environ["TKERNELS_COMMIT"]
     answer = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     if answer.returncode:
-        return os.environ.get("TKERNELS_COMMIT", "unknown")
+        return "unknown"
     dirty = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout
     return answer.stdout.strip() + ("+changes" if dirty.strip() else "")
 
