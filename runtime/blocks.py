@@ -63,11 +63,15 @@ class BlockManager:
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend ``pages`` until it stores ``num_tokens``. All or nothing; False when pages are missing."""
-        needed = self.pages_needed(num_tokens, len(pages))
+        needed, free, refs = self.pages_needed(num_tokens, len(pages)), self._free, self._refs
+        if needed == 1 and free:  # as a decode asks, a dozen times a step
+            page = free.pop()
+            refs[page] = 1
+            pages.append(page)
+            return True
         if needed > self.num_available:
             return False
         if needed:
-            free, refs = self._free, self._refs
             taken = free[: -needed - 1 : -1]  # from the top of the stack
             del free[-needed:]
             taken += [self._evict() for _ in range(needed - len(taken))]

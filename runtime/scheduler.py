@@ -259,8 +259,9 @@ class Scheduler:
         preempted = False
         for request in running:  # preemption takes requests from the end, behind the one that is given a token
             start = request.num_scheduled
-            length = len(request.tokens) + request.num_sampling
-            if length != start + 1 or request.exhausted or (request.lockstep and request.num_sampling):
+            sampling = request.num_sampling
+            length = len(request.tokens) + sampling
+            if length != start + 1 or request.exhausted or (sampling and request.lockstep):
                 continue
             if not start % page_size and start == len(request.pages) * page_size:
                 fits, victims = self._grow(request, length)
@@ -271,7 +272,7 @@ class Scheduler:
                 if not fits:
                     continue
             request.num_scheduled = length
-            request.num_sampling += 1
+            request.num_sampling = sampling + 1
             request.steps_in_flight += 1
             if length + 1 >= request.token_limit:
                 request.exhausted = True
