@@ -8,6 +8,9 @@ A program (one per multiprocessor) is six roles that work on a stream of tiles, 
 - the cleaner (one warp) zeroes the rows of V past a sequence's length before the consumers see them;
 - two consumers (four warps each) compute 64 rows each: softmax of one block while the P · V of the block before runs.
 
+The stream ends with a tile of no blocks, all of whose words are zero. By then every load has been waited for by who uses it, and
+consumers wait for their stores.
+
 Handshakes: mbarriers for what TMA fills and for tiles; named barriers (inline assembly) for stages that consumers give back, since an
 ``mbarrier.arrive`` of Gluon synchronises all the warps of its role first. Every role sees the same tiles in the same order and counts
 its stages itself. Nothing is read beyond a tile's last page; TMA clips whatever page id the table holds to the cache.
@@ -174,7 +177,10 @@ def _scheduler(
             k += 1
             item = _next_item(counter_ptr, items)
         else:
-            _put(tiles, stage, 0, 0)  # no blocks: the roles end
+            # no blocks: the roles end. They read other words before they know that, and the stage may never have held a tile, so that
+            # shared memory would say what an earlier kernel left there: a first block of -2^30, say, and the loaders would run on to it
+            for field in gl.static_range(FIELDS):
+                _put(tiles, stage, field, 0)
             mbarrier.arrive(tiles.full.index(stage), count=1)
 
 
@@ -249,6 +255,8 @@ def _loader(
             i += 1
             block -= 1
         k += 1
+    for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
+        _meet("sync", BARRIER + last % STAGES)
 
 
 @gluon.jit
@@ -273,7 +281,7 @@ def _cleaner(ring, tiles, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.co
         length = _get(tiles, at, 6)
         mbarrier.arrive(tiles.empty.index(at), count=1)
         valid = gl.maximum(length - (blocks - 1) * BLOCK_N, 0)
-        if valid < BLOCK_N:
+        if (blocks > 0) & (valid < BLOCK_N):
             stage = i % STAGES
             mbarrier.wait(ring.full.index(STAGES + stage), (parities >> stage) & 1)
             parities = parities ^ (1 << stage)

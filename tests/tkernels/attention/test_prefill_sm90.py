@@ -243,6 +243,19 @@ def test_strides(taken):
 
 
 @gpu
+@pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shared_memory_that_another_kernel_left(taken, dim, value):
+    """Programs that end before their ring of tile descriptions was filled once must use nothing that lay there before."""
+    from tests.tkernels.attention.shared_memory import fill_shared_memory
+
+    for lens, query_lens, heads in (([128], [128], 1), ([200, 300], [100, 300], 8), ([3000, 300, 0], [700, 257, 40], 32)):
+        case = make_case(lens, query_lens, **{**SHAPE, "dim": dim, "heads": heads, "kv_heads": 1})
+        fill_shared_memory(value)
+        check(case, *attend(case))
+
+
+@gpu
 def test_many_sequences_of_many_lengths(taken):
     """More sequences than the scheduler reads at once, over eleven levels of length, decode rows and empty ones between them."""
     lens = [int(2.0 ** (11 * x)) for x in torch.rand(150).tolist()]
