@@ -6,7 +6,8 @@ address and the layout in each with those remembered. ``load_state_dict`` copies
 
 Plain tensor attributes of modules are watched like buffers, and so are numbers, flags and texts (``module.scale = 0.5``): a graph
 has frozen them. Of torch's own modules with parameters the sizes are left out, they say what the parameters' shapes say; ``eps``,
-``p`` and ``training`` are not. Hooks and a replaced ``forward`` are watched too: a graph holds the kernels of those of its capture.
+``p`` and ``training`` are not. Hooks, a replaced ``forward`` and the children of each module are watched too: a graph holds the
+kernels of those of its capture.
 
 Where the interpreter tells of changed dictionaries (runtime/watched.py), the slots are read again only after one was changed; what is
 left for each step are the addresses, and the layouts of some tensors in turn.
@@ -76,11 +77,15 @@ class Persistent:
         self._hooks: list[dict[int, Any]] = [d for m in self._modules for d in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks_then = [d.copy() for d in self._hooks]
         self._forwards = list(map(dict.get, self._dicts, repeat("forward")))
+        # Read through the modules' dictionaries: deleting from a ModuleList makes it a new dictionary of children.
+        self._parents = [m.__dict__ for m in self._modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._children: list[dict[str, Any]] = [each["_modules"].copy() for each in self._parents]
         self._guards: dict[tuple[bool, int], Any] = {}
         self._turn = 0
         self._epoch: int | None = None  # not looked at yet
         if watched.EPOCH is not None:
-            watched.EPOCH.watch([*self._dicts, *self._hooks, *(d for m in self._modules for d in (m._parameters, m._buffers))])
+            slots = (d for m in self._modules for d in (m._parameters, m._buffers, m._modules))
+            watched.EPOCH.watch([*self._dicts, *self._hooks, *slots])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(zip(self._tensors.names, self._tensors.now(), strict=True))
@@ -115,7 +120,7 @@ class Persistent:
             probe = Persistent(self._root)
             before, after = self._facts(), probe._facts()
             changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            changed = changed or [name for name in [self._changed_value()] if name]
+            changed = changed or [name for name in (self._changed_value(), self._changed_code()) if name]
             if changed:
                 return changed[0]
             self.refresh()
@@ -178,7 +183,7 @@ class Persistent:
         return None
 
     def _changed_code(self) -> str | None:
-        """A hook that was added or removed, or a ``forward`` that was replaced."""
+        """A hook that was added or removed, a ``forward`` that was replaced, or a child that came, went or moved."""
         if self._hooks != self._hooks_then:
             i = next(i for i, (d, then) in enumerate(zip(self._hooks, self._hooks_then, strict=True)) if d != then)
             return f"the hooks of {self._module_names[i // 2] or 'the module'}"
@@ -186,6 +191,11 @@ class Persistent:
         if forwards != self._forwards:
             i = next(i for i, (now, then) in enumerate(zip(forwards, self._forwards, strict=True)) if now is not then)
             return f"forward of {self._module_names[i] or 'the module'}"
+        children = list(map(getitem, self._parents, repeat("_modules")))
+        if children != self._children:
+            parent = next(d for d, now, then in zip(self._parents, children, self._children, strict=True) if now != then)
+            name = next(name for name, d in zip(self._module_names, self._dicts, strict=True) if d is parent)
+            return f"the children of {name or 'the module'}"
         return None
 
 
@@ -207,6 +217,7 @@ class _Slots:
 
 
 _IN_TURN = 48  # tensors whose layout is compared in one step: about 5 µs
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # the first child may come past every hook
 _FROZEN = (bool, int, float, str, type(None))
 _data_ptr: Any = torch.Tensor.data_ptr
 

@@ -84,6 +84,10 @@ def persistent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         (lambda m: setattr(m.linears[5], "forward", lambda x: x), "forward of linears.5"),
         (lambda m: m.linears[5].register_forward_hook(lambda *a: None), "the hooks of linears.5"),
         (lambda m: delattr(m, "scale"), "scale"),
+        (lambda m: m.linears.__delitem__(7), "the children of linears"),
+        (lambda m: m.linears.pop(59), "the children of linears"),
+        (lambda m: m.linears.insert(3, nn.Linear(2, 2)), "the children of linears"),
+        (lambda m: m._modules.update(linears=nn.ModuleList()), "the children of the module"),
     ],
 )  # fmt: skip
 def test_each_change_is_named_at_the_next_look(persistent: Persistent, change: Callable[[Any], object], name: str) -> None:
@@ -91,6 +95,16 @@ def test_each_change_is_named_at_the_next_look(persistent: Persistent, change: C
     assert persistent.moved() == name
     assert persistent.moved() == name, "and again, until it is put right"
     persistent.refresh()
+    assert persistent.moved() is None
+
+
+def test_a_registration_that_changes_nothing_hides_no_other_change(persistent: Persistent) -> None:
+    root: Any = persistent._root
+    root.linears[5].weight = root.linears[5].weight
+    root.linears[5].register_forward_hook(lambda *a: None)
+    assert persistent.moved() == "the hooks of linears.5"
+    persistent.refresh()
+    root.linears[5].weight = root.linears[5].weight
     assert persistent.moved() is None
 
 
