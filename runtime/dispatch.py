@@ -49,7 +49,7 @@ class Decision:
 
 @dataclass
 class Candidates:
-    """What is captured for one key. graphs[(mode, size)]: the padded value of every named size; exact: no padding allowed."""
+    """What is captured for one key. graphs[(mode, size)]: the padded value of every named size; exact: no padding allowed, in none."""
 
     graphs: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     dropped: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -94,9 +94,15 @@ class Dispatcher:
         pick = self._picks.get((key, n, bucket))
         if pick is None:
             pick = self._picks[key, n, bucket] = self.decide(key, {self.token: n}, brief=True, context=bucket)
-        if illegal or (pick.mode != "eager" and not _fits(sizes, self.keys[key].graphs[pick.mode, pick.size])):
+        if illegal or (pick.mode != "eager" and not self._serves(key, pick, sizes)):
             pick = self.decide(key, sizes, illegal, brief=True, context=bucket)
         return pick
+
+    def _serves(self, key: str, pick: Decision, sizes: Mapping[str, int]) -> bool:
+        """Whether a pick for the step's own size is one for its other sizes too."""
+        candidates = self.keys[key]
+        padded = candidates.graphs[pick.mode, pick.size]
+        return _fits(sizes, padded) and not (candidates.exact and _pads(sizes, padded))
 
     def count(self, key: str, n: int, pick: Decision) -> None:
         at = pick.mode, pick.size
@@ -140,7 +146,7 @@ class Dispatcher:
                     continue
                 short = next(name for name, value in sizes.items() if value > padded[name])
                 why = f"too small: {sizes[short]} {short}, it holds {padded[short]}"
-            elif candidates.exact and size != n:
+            elif candidates.exact and _pads(sizes, padded):
                 why = "this module's rows are not independent: padding would change the result"
             if why:
                 others.append(Alternative(mode, size, ms, why))
@@ -150,8 +156,11 @@ class Dispatcher:
             others.append(Alternative(mode, size, None, f"not captured: {why}"))
         if not legal:
             largest = max((size for _, size in candidates.graphs), default=0)
+            exactly = ", ".join(f"{value} {name}" for name, value in sizes.items())
             return eager(
-                f"no captured size holds {n} {self.token} (largest: {largest})" if not candidates.exact else f"no graph of exactly {n}",
+                f"no captured size holds {n} {self.token} (largest: {largest})"
+                if not candidates.exact
+                else f"no graph of exactly {exactly}",
                 others,
             )
         legal.sort()
@@ -203,6 +212,10 @@ def _between(measured: Mapping[int, float], n: int) -> float | None:
 
 def _fits(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
     return all(padded[name] >= value for name, value in sizes.items())
+
+
+def _pads(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
+    return any(padded[name] != value for name, value in sizes.items())
 
 
 def _order(ms: float | None, mode: str, size: int) -> tuple[Any, ...]:

@@ -101,7 +101,9 @@ def test_b046_above_the_largest_size_eager_is_a_decision_with_a_reason() -> None
 def test_exact_candidates_take_no_padding() -> None:
     d = dispatcher({("full", 8): 1.0, ("full", 4): 1.0})
     d.keys[KEY].exact = True
-    assert pick(d, 8) == ("full", 8) and pick(d, 7)[0] == "eager"
+    assert pick(d, 8, 4) == ("full", 8) and pick(d, 7, 4)[0] == "eager"
+    assert pick(d, 8, 3)[0] == "eager", "padding in another named size is padding too"
+    assert "no graph of exactly 8 tokens, 3 seqs" in str(d.decide(KEY, {"tokens": 8, "seqs": 3}))
 
 
 def test_explanation_lists_every_alternative_with_its_reason() -> None:

@@ -75,6 +75,23 @@ def test_b001_integer_inputs_alone_show_mixed_rows_too(device: torch.device) -> 
     assert torch.equal(fast(ids), Mean()(ids)) and fast.stats()["steps"]["full"] == {4: 1}
 
 
+class MeanLength(nn.Module):
+    def forward(self, x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        return x + lens.float().mean()
+
+
+def test_b001_rows_mixed_over_another_named_size_are_not_padded_in_it(device: torch.device) -> None:
+    module = MeanLength()
+    fast = make(module, {"x": {0: "tokens"}, "lens": {0: "seqs"}}, mode="full")
+    fast.warmup(torch.rand(8, 3, device=device), torch.arange(1, 9, device=device))
+    level_costs(fast)
+    x = torch.rand(4, 3, device=device)
+    for lens, mode in (([3, 5], "eager"), ([1, 2, 3, 5], "full")):
+        given = torch.tensor(lens, device=device)
+        before = served(fast, mode)
+        assert torch.equal(fast(x, given), module(x, given)) and served(fast, mode) == before + 1
+
+
 class Cache(nn.Module):
     """Writes x to the cache's pages by slot (negative: nowhere) and reads each sequence's first page back through a table."""
 
