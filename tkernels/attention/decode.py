@@ -13,7 +13,8 @@ into the row. Only *where the ranges are cut* (between leaves) depends on the ba
 same operations in the same order. The running maximum of a state is rounded up to a whole number, so that every factor between two states
 is a power of two and scaling is exact: only the order of the sums counts, not when they are scaled. Keys are the rows of both products
 and query rows the columns, and nothing mixes columns. Hence the bits of a row are the same alone, in any batch, padded or not, and in
-every bucket of ``max_query_len``.
+every bucket of ``max_query_len``. (One limit: what is below 2**-126 of the row's largest weight underflows, perhaps in one place and not
+in the other. Only an output below 2**-100 can show that: V is 0 wherever the row looks.)
 
 Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device.
 It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move.
@@ -229,7 +230,7 @@ def _decode_kernel(
                         at = ((owner * KV_HEADS + head).to(tl.int64) * LEAVES + leaf_index) * (QUERIES * GROUP) + offs_m
                         tl.store(state_ptr + at * 4, m3, mask=mask_m)
                         tl.store(state_ptr + at * 4 + 1, l3, mask=mask_m)
-                        tl.store(state_ptr + at * 4 + 2, tl.where(inside, 1.0, 0.0) + m3 * 0.0, mask=mask_m)
+                        tl.store(state_ptr + at * 4 + 2, tl.zeros([BLOCK_M], tl.float32) + tl.where(inside, 1.0, 0.0), mask=mask_m)
                         tl.store(part_ptr + at[None, :] * BLOCK_D + offs_d[:, None], acc3, mask=mask_m[None, :])
                     else:
                         factor, lse = finish(m3, l3, tl.where(length > 0, sink, float("-inf")), v_factor, HAS_SINKS)

@@ -11,7 +11,7 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_values import attend
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention._tiles import DecodeTiles, decode_tiles
+from tkernels.attention._tiles import DecodeTiles, _entry, _table, decode_tiles
 from tkernels.attention.decode import decode
 
 
@@ -120,20 +120,55 @@ def test_bits_of_a_row_do_not_depend_on_its_batch(device):
     assert torch.equal(pair, out[: starts[2]])
 
 
+def shared_out(case: Case, programs: int, queries: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode of the case in that many ranges a multiprocessor and KV head; 0: in one range."""
+    out = torch.full_like(case.q, float("nan"))
+    lse = torch.full(case.q.shape[:2], float("nan"), device=case.q.device)
+    names = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "k_scale": None, "v_scale": None, "v_factor": 1.0}
+    rest = (case.keywords.get(name, default) for name, default in names.items())
+    inputs = check_inputs(*case.tensors, case.keywords["scale"], *rest)
+    decode(inputs, out, lse, queries, DecodeTiles(block_n=16, programs_per_sm=programs, num_warps=4, num_stages=2))
+    return out, lse
+
+
 def test_bits_do_not_depend_on_how_the_work_is_shared(device):
     """Every number of ranges, so every place to cut: whole rows, cuts between leaves and between branches, many rows in one range."""
     lens = [1, 0, 33, 300, 16, 17, 90, 700]
     case = make_case(lens, [1] * 8, heads=2, kv_heads=1, dim=16, device=device)
-    block_n = 16
-    results = []
-    for programs in (0, 1, 2, 5):  # 0: one range
-        tiles = DecodeTiles(block_n=block_n, programs_per_sm=programs, num_warps=4, num_stages=2)
-        out = torch.full_like(case.q, float("nan"))
-        lse = torch.full(case.q.shape[:2], float("nan"), device=device)
-        inputs = check_inputs(*case.tensors, case.keywords["scale"], True, 0, 0.0, None, None, None, 1.0)
-        decode(inputs, out, lse, 1, tiles)
-        results.append((out, lse))
+    results = [shared_out(case, programs) for programs in (0, 1, 2, 5)]
     check(case, *results[0])
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@pytest.fixture
+def stale_workspace(monkeypatch):
+    """Fresh memory holds what looks like states of a softmax."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **keywords: empty(*args, **keywords).fill_(7))
+
+
+@pytest.mark.parametrize("kind", ["large", "infinite", "capped", "several"])
+def test_bits_of_ugly_values_do_not_depend_on_how_the_work_is_shared(kind, device, stale_workspace):
+    """Logits beyond 2**24, where whole numbers have gaps; a whole branch of leaves at -inf; sinks under a soft-cap; several tokens."""
+    capped = {"softcap": 3.0, "sinks": torch.tensor([9.0, -9.0], device=device)}
+    keywords = {"capped": capped, "several": {"window": 400}}.get(kind, {})
+    queries = 5 if kind == "several" else 1
+    case = make_case([500], [queries], heads=2, kv_heads=2, dim=16, page_size=4, device=device, **keywords)
+    if kind == "large":
+        case.q *= 1e9
+    if kind == "infinite":  # the first 320 keys; a branch is 256
+        case.q[:] = 1e20
+        case.k_cache.mul_(1e-20)
+        case.k_cache[case.block_table[0, :80].long()] = -1e20
+    results = [shared_out(case, programs, queries) for programs in (0, 1, 3)]  # 1, 2 and 6 ranges
+    if kind == "infinite":
+        visible = case.v_cache[case.block_table[0, 80:].long()].flatten(0, 1)[:180]
+        logits = torch.einsum("hd,khd->hk", case.q[0], case.k_cache[case.block_table[0, 80:].long()].flatten(0, 1)[:180]) / 4
+        torch.testing.assert_close(results[0][0][0], torch.einsum("hk,khd->hd", logits.softmax(-1), visible), atol=1e-5, rtol=1e-4)
+    elif kind != "large":
+        check(case, *results[0])
+    assert torch.isfinite(results[0][0]).all()
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
@@ -179,8 +214,18 @@ def test_b033_lengths_are_read_from_the_device(device):
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_90", "sm_100"])
 def test_blocks_of_keys_are_the_same_in_every_bucket(arch: str) -> None:
-    """BLOCK_N is part of the arithmetic: a sequence must not change its bits when a neighbour has more query tokens."""
+    """BLOCK_N is part of the arithmetic, and so is the order in which the keys of a block are summed, which the number of warps fixes:
+    a sequence must not change its bits when a neighbour has more query tokens, or when there are more sequences."""
     for dim in range(1, 257):
         for itemsize in (1, 2, 4):
-            blocks = {decode_tiles(arch, dim, itemsize, rows, seqs).block_n for rows in (1, 16, 17, 128) for seqs in (1, 32, 33, 8192)}
-            assert len(blocks) == 1, (dim, itemsize)
+            tiles = [decode_tiles(arch, dim, itemsize, rows, seqs) for rows in (1, 16, 17, 128) for seqs in (1, 32, 33, 8192)]
+            assert len({(t.block_n, t.num_warps) for t in tiles}) == 1, (dim, itemsize)
+
+
+def test_every_entry_of_the_tables_is_reached() -> None:
+    """The first entry that holds a shape is taken: one behind a wider one would never be."""
+    for arch, kernels in _table().items():
+        for kernel, entries in kernels.items():
+            for entry in entries:
+                shape = entry["dim"], entry["itemsize"], entry.get("min_seqs", 0)
+                assert _entry(kernel, arch, *shape) == entry["tiles"], (arch, kernel, *shape)
