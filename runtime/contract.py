@@ -263,7 +263,7 @@ def differs_from_module(
     arena: Arena,
     dims: OutputDims,
     state: Mapping[str, torch.Tensor],
-    roundings: int = 256,
+    roundings: int = 2048,
 ) -> str:
     """Why the padded callable is not the module at the real size, or "", by tolerance for floats. Of the outputs only float ones can
     be compared so. state: what the step writes, compared too, and put back."""
@@ -288,7 +288,8 @@ def differs_from_module(
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, roundings: int) -> bool:
-    """Within what a GEMM of another shape may change: so many roundings of the largest value in the tensor."""
+    """Within what a GEMM of another shape may change: so many roundings of the largest value in the tensor, since deep networks amplify
+    one (30 layers in fp32 on a CPU: 400 in the logits). Padding that leaks into real rows changes them by far more."""
     scale = a.float().nan_to_num(0, 0, 0).abs().max().item()
     limit = max(64 * torch.finfo(a.dtype).eps, min(roundings * torch.finfo(a.dtype).eps, 0.02)) * max(scale, 1e-6)
     return bool(torch.isclose(a.float(), b.float(), rtol=0.0, atol=limit, equal_nan=True).all())
