@@ -1,25 +1,28 @@
 """Counters by which the programs of a launch find out who arrives last: zero before each launch, and left at zero by its last program.
 
-Two launches that may run at once need counters of their own. Eager calls take turns on a ring, far more of them than launches fit a
-device's queues. A captured call keeps its own for good, since its graph may be replayed at any time beside others, and so does a bound
-one (``_launch.bind``); when those run out, a captured memset zeroes fresh ones, which costs a node of the graph. Nothing here is
-allocated inside a graph's pool.
+Two launches that may run at once need counters of their own. Eager calls take turns on a ring, so large that two streams, each with
+as many launches queued as a device takes, do not meet on it. A captured call keeps its own for good, since its graph may be replayed at
+any time beside others, and so does a bound one (``_launch.bind``). None of these lies in a graph's pool. When those to keep run out, or
+a launch needs very many, fresh ones are zeroed by a memset, which a captured call repeats as a node of its graph.
 """
 
 from __future__ import annotations
 
+import threading
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tkernels._launch import is_binding
 
 EAGER_WORDS, CAPTURED_WORDS = 1 << 17, 1 << 18  # int32
+_MOST = EAGER_WORDS // 1024  # of one launch: a device's queue holds about a thousand launches
 
 
 class _Words:
     def __init__(self, device: torch.device) -> None:
         self._ring = torch.zeros(EAGER_WORDS, dtype=torch.int32, device=device)
         self._kept = torch.zeros(CAPTURED_WORDS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # once: another stream may use them first
         self._next = 0
         self._taken = 0
 
@@ -37,17 +40,22 @@ class _Words:
 
 
 _words: dict[torch.device, _Words] = {}
+_lock = threading.Lock()
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """[count] int32 zeros that no other launch uses; the kernel must leave them at zero. Starts on 32 bytes."""
-    words = _words.get(device)
+    """[count] int32 zeros that no other launch uses; the kernel must leave them at zero. Starts on 32 bytes. Any thread may call."""
     count = (count + 7) & -8
-    if device.type != "cuda" or count > EAGER_WORDS // 64:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing() or (is_binding() and words is not None):
-        kept = words.keep(count) if words is not None else None
-        return kept if kept is not None else torch.zeros(count, dtype=torch.int32, device=device)
-    if words is None:
-        words = _words[device] = _Words(device)
-    return words.turn(count)
+    if device.type == "cuda" and count <= _MOST:
+        capturing = torch.cuda.is_current_stream_capturing()
+        with _lock:
+            words = _words.get(device)
+            if words is None and not capturing:
+                with _disable_current_modes():  # made once: no work of an op that is being bound
+                    words = _words[device] = _Words(device)
+                torch.cuda.current_stream(device).synchronize()  # another stream may use them first
+            if words is not None:
+                found = words.keep(count) if capturing or is_binding() else words.turn(count)
+                if found is not None:
+                    return found
+    return torch.zeros(count, dtype=torch.int32, device=device)

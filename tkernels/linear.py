@@ -9,8 +9,8 @@ work. Two kernels stream weights; which one, with which tile, or cuBLAS after al
 the single ops, so the answer never depends on a guess.
 
 The projection and the activation are rounded to x's dtype as in the composition. A fused norm multiplies x by its weight first and
-scales the sums afterwards, so the normalised x itself is never rounded. The order of summation depends on the shape and the number of
-rows alone, so a call repeats bit for bit.
+scales the sums afterwards, so the normalised x itself is never rounded; in fp16 only where that product is kept in fp32, since it may
+overflow. The order of summation depends on the shape and the number of rows alone, so a call repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return _table(target.arch).get((variant, row_class(rows), n, k))
+    tile = _table(target.arch).get((variant, row_class(rows), n, k))
+    if tile is not None and tile.kind == "matrix" and dtype == torch.float16 and "norm" in variant:
+        return None  # it rounds x · norm_weight before it knows x's scale, and fp16 would overflow where an activation is large
+    return tile
 
 
 def _check(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,33 @@ from tkernels._counters import counters
 def test_on_a_cpu_they_are_fresh_zeros() -> None:
     first, second = counters(3, torch.device("cpu")), counters(3, torch.device("cpu"))
     assert first.shape == (8,) and not first.any() and first.data_ptr() != second.data_ptr()
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The bookkeeping of a GPU over memory of the CPU, with nothing taken so far."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(_counters, "_words", {})
+    return torch.device("cuda", 0)
+
+
+def test_the_first_call_may_be_a_bound_one(on_a_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its counters like later ones, and making them is no work of the op that would stop it from being bound."""
+    recording = _launch._Recording(torch.empty)  # type: ignore[arg-type]
+    monkeypatch.setattr(_counters, "is_binding", lambda: True)
+    with recording:
+        counters(8, on_a_device)
+    words = _counters._words[on_a_device]
+    assert recording.others == 0 and (words._taken, words._next) == (8, 0)
+
+
+def test_a_launch_of_very_many_counters_gets_fresh_ones(on_a_device: torch.device) -> None:
+    """Otherwise a few launches would come around the ring, to counters that a launch of another stream still uses."""
+    many = [counters(_counters.EAGER_WORDS // 64, on_a_device) for _ in range(65)]
+    assert len({words.data_ptr() for words in many}) == 65
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tkernels import _target, linear
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
+from tkernels.linear import _table as linear_table
 from tkernels.linear import choose, linear_ref
 
 TILES = [
@@ -23,7 +24,7 @@ TILES = [
     Tile("matrix", 16, 32, 1, 4, 2, splits=3),
     Tile("matrix", 16, 16, 2, 4, 2, splits=4),
 ]
-SHAPES = [(1, 64, 128), (1, 37, 100), (3, 16, 64), (4, 70, 129), (5, 64, 256), (17, 33, 65)]
+SHAPES = [(1, 64, 128), (1, 37, 100), (2, 21, 70), (3, 16, 64), (4, 70, 129), (5, 64, 256), (17, 33, 65)]
 CASES = [(tile, *shape) for tile in TILES for shape in SHAPES if tile.kind == "matrix" or shape[0] <= 4]
 EPS = 1e-5
 
@@ -186,3 +187,19 @@ def test_the_choice_depends_on_the_shape_only():
     assert choose(target, torch.bfloat16, "plain", 65, 128256, 2048) is None
     assert choose(target, torch.float32, "plain", 1, 128256, 2048) is None
     assert choose(_target.Target("sm_70", 80, False), torch.bfloat16, "plain", 1, 128256, 2048) is None
+
+
+def test_large_fp16_activations_do_not_overflow_before_the_norm_scales_them(device):
+    """30000 · 4 is no fp16 number: of the tiles only those that multiply in fp32 may take a norm then."""
+    target = _target.Target("sm_90", 132, True)
+    entries = [key for key in linear_table("sm_90") if "norm" in key[0]]
+    taken = [tile for key in entries if (tile := choose(target, torch.float16, *key)) is not None]
+    assert taken and all(tile.kind == "vector" for tile in taken) and len(taken) < len(entries)
+    assert {choose(target, torch.bfloat16, *key).kind for key in entries} == {"vector", "matrix"}
+    x = torch.randn(2, 64, device=device).half()
+    x[:, 3] = 30000
+    weight, norm_weight = torch.randn(16, 64, device=device).half() / 8, torch.full((64,), 4.0, device=device).half()
+    y = torch.empty(2, 16, device=device).half()
+    launch(x, weight, None, norm_weight, None, False, EPS, y, TILES[0])
+    exact = linear_ref(x.double(), weight.double(), None, norm_weight.double(), None, False, EPS)
+    _close(y, exact, linear_ref(x, weight, None, norm_weight, None, False, EPS))
