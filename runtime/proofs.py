@@ -5,8 +5,9 @@ device, configuration and shapes. When all of them are what they were, the step 
 always, and the table of owners is compared with that of the proved step: every input of every piece, who made it, in which
 segment. Equal: the proof stands, and the plan says from when it is. Anything else: the step is proved again.
 
-The code is the whole package of the module's classes, of ``runtime`` and of ``tkernels``. Of a package that was installed, only the
-classes' own files and the package's version. A custom op that lives elsewhere is not seen.
+The code is the whole package of the module's classes and of the objects that it holds, of ``runtime`` and of ``tkernels``, and of what
+these import by name, as long as it was not installed. Of an installed package it is the classes' own files and the package's version. A
+custom op that nobody imports is not seen.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 FORMAT = 1
-_PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
@@ -128,7 +129,10 @@ def rests_on(module: torch.nn.Module, fingerprint: Mapping[str, str], settings: 
     code = code_digest(module)
     if code is None:
         return None
-    frozen = hashlib.sha256(repr(_frozen_values(module)).encode()).hexdigest()[:32]
+    try:
+        frozen = hashlib.sha256(repr(_frozen_values(module)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    except (ValueError, RecursionError):  # a function whose variables are not set yet; objects nested without end
+        return None
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     interpreted = os.environ.get("TRITON_INTERPRET", "0")
     cuda = f"{torch.version.cuda} {torch.version.hip}"
@@ -139,34 +143,66 @@ def rests_on(module: torch.nn.Module, fingerprint: Mapping[str, str], settings: 
 def code_digest(module: torch.nn.Module) -> str | None:
     """Of all source that the module's steps may run, as far as it can be found; None where it cannot."""
     files: set[Path] = set()
-    versions: set[str] = set()
     packages = {"runtime", "tkernels"}
     for each in module.modules():
         if "forward" in each.__dict__ or each._forward_hooks or each._forward_pre_hooks or "<locals>" in type(each).__qualname__:
             return None  # a function's variables may be part of the code
-        for kind in type(each).__mro__:
+        for kind in {base for value in (each, *each.__dict__.values()) for base in type(value).__mro__}:
             package = kind.__module__.partition(".")[0]
-            if package in ("torch", "builtins", "abc", "typing"):
+            if package in _NOT_LOOKED_INTO or package in sys.stdlib_module_names:
                 continue
             try:
                 files.add(Path(inspect.getfile(kind)))
             except (TypeError, OSError):
-                return None
+                if issubclass(kind, torch.nn.Module):
+                    return None
             packages.add(package)
-    for package in packages:
-        loaded = sys.modules.get(package)
-        where = getattr(loaded, "__path__", None)
-        versions.add(f"{package} {getattr(loaded, '__version__', '')}")
-        for folder in where or ():
-            if package in ("runtime", "tkernels") or not str(folder).startswith(_INSTALLED):
-                files |= {file for kind in ("*.py", "*.json") for file in Path(folder).rglob(kind) if file.is_file()}
-    digest = hashlib.sha256(repr(sorted(versions)).encode())
+    versions = [f"{package} {getattr(sys.modules.get(package), '__version__', '')}" for package in sorted(packages)]
+    for package in _with_imports(packages):
+        loaded = sys.modules[package]
+        folders = getattr(loaded, "__path__", None)
+        if folders is None:
+            files.add(Path(str(loaded.__file__)))
+        for folder in folders or ():
+            files |= {file for kind in ("*.py", "*.json") for file in Path(folder).rglob(kind) if file.is_file()}
+    digest = hashlib.sha256(repr(versions).encode())
     for file in sorted(files):
         try:
             digest.update(f"{file.name}\n".encode() + file.read_bytes())
         except OSError:
             return None
     return digest.hexdigest()[:32]
+
+
+_NOT_LOOKED_INTO = frozenset(("torch", "triton"))  # their versions are known
+
+
+def _with_imports(packages: set[str]) -> set[str]:
+    """Those of the packages (or modules in none) whose source is here and not installed, and such ones as their modules' names lead to."""
+    found: set[str] = set()
+    todo = {package for package in packages if _is_source(package)}
+    while todo:
+        package = todo.pop()
+        found.add(package)
+        inside = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+        for value in [value for each in inside for value in vars(each).values()]:
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            other = home.partition(".")[0] if isinstance(home, str) else ""
+            if other not in found and _is_source(other):
+                todo.add(other)
+    return found
+
+
+def _is_source(package: str) -> bool:
+    loaded: Any = sys.modules.get(package)
+    where = [*(getattr(loaded, "__path__", None) or ()), *([loaded.__file__] if getattr(loaded, "__file__", None) else ())]
+    if package in ("runtime", "tkernels"):
+        return True
+    return bool(where) and package not in _NOT_LOOKED_INTO and not any(_is_installed(str(each)) for each in where)
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -176,9 +212,35 @@ def _frozen_values(module: torch.nn.Module) -> list[tuple[str, ...]]:
     """Values that modules hold, which graphs freeze, and the modules' classes. An object without a text of its own (``<… at 0x…>``)
     makes the list another one at each start."""
     found: list[tuple[str, ...]] = []
+    seen: set[int] = set()
     for name, each in module.named_modules():
         found.append((name, type(each).__module__, type(each).__qualname__))
-        for key, value in sorted(vars(each).items()):
-            if key not in _OF_TORCH and (isinstance(value, _PLAIN) or is_dataclass(value)):
-                found.append((name, key, repr(value)))
+        found += [(name, key, _text(value, seen)) for key, value in sorted(vars(each).items()) if key not in _OF_TORCH]
     return found
+
+
+def _text(value: Any, seen: set[int]) -> str:
+    """All that a value says, those in it included. seen: objects described already, which are not described again."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return type(value).__qualname__  # their shapes, or their own values, are known elsewhere
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, MethodType):
+        return f"{_text(value.__func__, seen)} of {_text(value.__self__, seen)}"
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+        held = [_text(cell.cell_contents, seen) for cell in getattr(value, "__closure__", None) or ()]
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)} {held or ''}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} {[_text(item, seen) for item in value]}"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__} {sorted(_text(item, seen) for item in value)}"
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if inside is None:
+        return repr(value)
+    kind = type(value)
+    if id(value) in seen:
+        return f"{kind.__qualname__} again"
+    seen.add(id(value))
+    is_plain = isinstance(value, dict) or kind.__repr__ is object.__repr__ or isinstance(kind.__repr__, FunctionType)
+    own = "" if is_plain else repr(value)  # of a type made in C, which may hold more than its dictionary says
+    return f"{kind.__module__}.{kind.__qualname__} {own} {[(_text(key, seen), _text(item, seen)) for key, item in inside.items()]}"

@@ -207,7 +207,7 @@ class Steps:
         for key in self.keys.values():
             key.call = self._on_named(self._compiled(key.example), key.example, key.static)
             key.checked = key.exact = False
-            key.why_exact = ""
+            key.why_exact = key.facts_date = ""
             for known in (key.rows_checked, key.compared, key.ran):
                 known.clear()
         self.known, self.proved = Proofs(None), Proofs(None)
@@ -335,11 +335,12 @@ class Steps:
         return found
 
     def find_written(self, key: KeySteps, size: int) -> None:
-        """Fill ``key.written``. Runs the module once, on a representative step."""
+        """Fill ``key.written``. Runs the module once, on a representative step, where no earlier start has done it."""
+        state = self.persistent.tensors() | key.static
         if key.facts_date:
+            key.written = {name: state[name] for name in key.written if name in state}  # they may have moved since
             return
         given = self.inputs(key, size)[0]
-        state = self.persistent.tensors() | key.static
         with kept(state):
             key.written = written_state(key.module_call, given, key.arena, state)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import graph_toys as toys
@@ -20,7 +23,7 @@ from runtime.contract import same_bits
 from runtime.graph import CaptureError
 from runtime.graphed import GraphedModule, graphed
 from runtime.measure import interleaved_ms
-from runtime.proofs import code_digest, file_beside, owners_digest
+from runtime.proofs import _text, code_digest, file_beside, owners_digest
 
 DEVICE = torch.device("cpu")
 
@@ -225,6 +228,83 @@ def test_changed_source_is_another_digest(tmp_path: Path, monkeypatch: pytest.Mo
     assert first is not None and first == code_digest(model)
     (package / "helper.py").write_text("FACTOR = 2\n")
     assert code_digest(model) != first
+
+
+def test_a_changed_module_beside_the_users_file_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are in no package and import each other by name, also through a third one."""
+    for name, text in (
+        ("users_constants", "FACTOR = 1\n"),
+        ("users_helper", "import users_constants\ndef mix(x):\n    return x * users_constants.FACTOR\n"),
+        ("users_model", "import torch\nfrom users_helper import mix\nclass Model(torch.nn.Module):\n    pass\n"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("users_model").Model()
+    first = code_digest(model)
+    assert first is not None and first == code_digest(model)
+    (tmp_path / "users_constants.py").write_text("FACTOR = 2\n")
+    assert code_digest(model) != first
+
+
+class Options:
+    def __init__(self, mixes: bool) -> None:
+        self.inner = SimpleNamespace(mixes=mixes)
+
+
+class Configured(toys.Layers):
+    """Whether rows depend on each other stands in an object that the module holds."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        x = super().forward(ids, factor)
+        return x + x.sum(0) if self.options.inner.mixes else x
+
+
+def test_values_in_objects_that_a_module_holds_are_part_of_the_proof(tmp_path: Path, proved: list[str]) -> None:
+    for mixes, expected in ((False, 4), (False, 4), (True, 8)):
+        module = Configured(Options(mixes))
+        fast = start(tmp_path / "costs.json", module)
+        assert len(proved) == expected
+        args = toys.step(3, DEVICE)
+        assert torch.allclose(fast(*args), module(*args), atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [partial(start, 1), object(), weakref.ref(toys.Layers)])
+def test_an_object_that_does_not_say_what_it_holds_is_never_the_same(value: object) -> None:
+    assert " at 0x" in _text(value, set())
+
+
+def test_functions_say_their_name_and_what_they_hold() -> None:
+    def made(number: int) -> Callable[[], int]:
+        return lambda: number
+
+    assert _text(made(1), set()) == _text(made(1), set()) != _text(made(2), set())
+    assert _text(toys.Layers.forward, set()) != _text(Scaled.forward, set())
+    assert _text(Options(True).__init__, set()) != _text(Options(False).__init__, set())  # type: ignore[misc]
+    loop: list[Any] = [SimpleNamespace()]
+    loop[0].loop = loop[0]
+    assert "again" in _text(loop, set())
+
+
+class Counter(toys.Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return super().forward(ids, factor)
+
+
+def test_state_that_moved_after_a_start_without_proofs_is_put_back_where_it_is(tmp_path: Path) -> None:
+    for _ in range(2):
+        fast = start(tmp_path / "costs.json", Counter(), mode="full")
+        fast.steps = torch.full((), 10.0)
+        fast(*toys.step(4, DEVICE))
+        assert fast.steps.item() == 11, "captures count as steps"
 
 
 def test_moved_weights_are_proved_where_they_are(tmp_path: Path, proved: list[str]) -> None:
