@@ -115,8 +115,8 @@ class CheapestPerToken:
             best = min(best, cost)
             if cost > 1.5 * best:
                 break  # candidates become shorter, and shorter ones dearer
-        if not rounds:
-            return shortest[1:]
+        if not rounds:  # of steps without a known cost none is within a target: all of them, as without one
+            return shortest[1:] if shortest[0] < INF else (most, True)
         if bounded:
             enough = best if hurry else _SMOOTH * best
             chosen = min((each for each in rounds if each[0] <= enough), key=lambda each: each[1])

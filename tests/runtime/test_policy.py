@@ -109,6 +109,11 @@ def test_without_measurements_it_fills(costs: Costs) -> None:
     assert CheapestPerToken(table(costs))(Load(2, 0, 50)) == Composition(True, 50)
 
 
+def test_prompts_go_on_where_only_decode_was_measured() -> None:
+    policy = CheapestPerToken(table({}, {1: (1.0, None, 0.5)}), itl_ms=50)
+    assert policy(Load(1, 10, 100)) == Composition(True, 100)
+
+
 def test_every_choice_is_possible() -> None:
     for targets in ({}, {"itl_ms": 3.0}, {"itl_ms": 3.0, "ttft_ms": 9.0}):
         policy = CheapestPerToken(table(GPU), **targets)
