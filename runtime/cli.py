@@ -318,21 +318,20 @@ def _generate_file(arguments: argparse.Namespace, lines: list[Line], config: Run
     params = params_of(lines, _sampling(arguments), seeded=True)
     by_number = dict(zip((line.number for line in lines), params, strict=True))
     _check_text(config, [line.prompt for line in lines])
-    file = AnswerFile(arguments.output, write=not is_follower())
-    left = left_to_answer(lines, file)
-    if not arguments.quiet:
-        out.print(f"{arguments.output}: {len(lines) - len(left)} of {len(lines)} prompts are answered already", markup=False)
-    if not left:
-        return 0
-    engine = _engine(config, out, errors, arguments.quiet)
-    started = time.perf_counter()
-    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, {task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), console=errors) as bar:
-        task = bar.add_task("", total=len(left), tokens=0)
-        progress = lambda done, total, tokens: bar.update(task, completed=done, tokens=tokens)
-        chosen = [by_number[line.number] for line in left]
-        refused, tokens = answer_lines(engine, left, chosen, file, chat=arguments.chat, progress=progress)
-    file.close()
+    with AnswerFile(arguments.output, write=not is_follower()) as file:
+        left = left_to_answer(lines, file)
+        if not arguments.quiet:
+            out.print(f"{arguments.output}: {len(lines) - len(left)} of {len(lines)} prompts are answered already", markup=False)
+        if not left:
+            return 0
+        engine = _engine(config, out, errors, arguments.quiet)
+        started = time.perf_counter()
+        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, {task.fields[tokens]} tokens"))
+        with Progress(*columns, TimeElapsedColumn(), console=errors) as bar:
+            task = bar.add_task("", total=len(left), tokens=0)
+            progress = lambda done, total, tokens: bar.update(task, completed=done, tokens=tokens)
+            chosen = [by_number[line.number] for line in left]
+            refused, tokens = answer_lines(engine, left, chosen, file, chat=arguments.chat, progress=progress)
     if not arguments.quiet:
         out.print(f"{arguments.output}: {len(left) - refused} answered, {refused} refused", markup=False)
         _print_totals(engine, len(left), tokens, time.perf_counter() - started, out)

@@ -48,11 +48,12 @@ def read_prompts(source: str) -> list[Line]:
         raise ConfigError(f"--input {source}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--input {source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    rows = list(enumerate(text.split("\n"), 1))  # not splitlines: a prompt may hold U+2028
     if not source.endswith(".jsonl"):
-        return [Line(number, number, line, {}) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return [Line(number, number, line, {}) for number, line in rows if line.strip()]
     lines: list[Line] = []
     seen: dict[str | int, int] = {}
-    for number, raw in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold U+2028
+    for number, raw in rows:
         if not raw.strip():
             continue
         where = f"--input {source}: line {number}"
@@ -132,7 +133,14 @@ class AnswerFile:
         while self._file >= 0 and data:
             data = data[os.write(self._file, data) :]
 
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Let another one write it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.cli import main
 from runtime.config import ConfigError
 from runtime.generate_command import AnswerFile, answer_lines, left_to_answer, params_of, read_prompts
 from runtime.request import SamplingParams
@@ -102,6 +103,14 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     AnswerFile(str(out)).close()
 
 
+@pytest.mark.parametrize(("known", "code"), [("p", 0), ("another", 2)])
+def test_a_command_that_has_nothing_to_do_or_refuses_lets_go_of_its_output(tmp_path: Path, known: str, code: int) -> None:
+    source = write(tmp_path / "prompts.jsonl", [{"prompt": "a", "id": "p"}])
+    out = write(tmp_path / "out.jsonl", [{"id": known, "answers": []}])
+    assert main(["generate", "--input", source, "--output", out, "--quiet"]) == code
+    AnswerFile(out).close()
+
+
 def test_an_output_of_other_prompts_is_left_alone(tmp_path: Path, source: str) -> None:
     out = tmp_path / "out.jsonl"
     write(out, [{"id": "p1", "answers": []}, {"id": "q", "answers": []}])
@@ -139,3 +148,6 @@ def test_a_line_may_hold_any_character(tmp_path: Path) -> None:
     lines = read_prompts(source)
     assert [(line.id, line.prompt) for line in lines] == [(1, "a\u2028b\u0085c"), (2, [1, 2])]
     assert [each.seed for each in params_of(lines, DEFAULTS, seeded=True)] == [1, 4]
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("a\u2028b\x0cc\n\nd", encoding="utf-8")
+    assert [(line.id, line.prompt) for line in read_prompts(str(plain))] == [(1, "a\u2028b\x0cc"), (3, "d")]
