@@ -111,8 +111,8 @@ class Arena:
             self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, device="cpu", pin_memory=on_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
-        self.uploads = 0
-        """How often a staging buffer has been copied: what was written into one before is no longer the next step's."""
+        self.handed_out = 0
+        """How often a staging buffer was handed out: what had been got before is no longer the next step's."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         # Rows from _dirty[name] on hold the padding value already.
@@ -198,6 +198,7 @@ class Arena:
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
+        self.handed_out += 1
         return self._layout(real, padded).staged[self._turn].heads
 
     def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -218,7 +219,6 @@ class Arena:
         if event is not None:
             event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         self._turn ^= 1
-        self.uploads += 1
         for name in layout.used:  # past the padded rows now lies what the staging buffer held there
             self._dirty[name] = _UNKNOWN
         return layout.views

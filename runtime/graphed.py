@@ -348,22 +348,32 @@ class GraphedModule(torch.nn.Module):
         captured = key.captured.get((decision.mode, decision.size))
         if captured is None:
             return None
-        run = partial(self._run_staged, key, decision, dict(sizes), context, key.arena.uploads)
-        return Staged(key.arena.host(sizes, captured.padded), run)
+        arrays = key.arena.host(sizes, captured.padded)
+        return Staged(arrays, partial(self._run_staged, key, decision, captured, dict(sizes), context, key.arena.handed_out))
 
     def _run_staged(
-        self, key: KeySteps, decision: Decision, sizes: dict[str, int], context: int | None, uploads: int, arrays: dict[str, np.ndarray]
+        self,
+        key: KeySteps,
+        decision: Decision,
+        captured: Captured,
+        sizes: dict[str, int],
+        context: int | None,
+        handed_out: int,
+        arrays: dict[str, np.ndarray],
     ) -> Any:
         with self._lock, torch.no_grad():
             steps, dispatcher = self._steps, self._dispatcher
-            if steps is None or dispatcher is None or steps.keys.get(key.host) is not key or key.arena.uploads != uploads:
-                raise RuntimeError("staged: another step of this module has run since; call stage, write and run without one in between")
+            is_there = key.captured.get((decision.mode, decision.size)) is captured  # not reset, dropped or captured again
+            if steps is None or dispatcher is None or not is_there or key.arena.handed_out != handed_out:
+                raise RuntimeError(
+                    "staged: another step of this module has been staged, run or captured since; call stage, write and run without one "
+                    "in between"
+                )
             if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
                 tensors = key.arena.as_tensors(arrays)  # capturing again loads other inputs
                 self._moved(moved)
                 return self._call(context, *self._binding.build({n: tensors[n] for n in key.specs}, key.host))
             dispatcher.count(key.text, sizes[dispatcher.token], decision)
-            captured = key.captured[decision.mode, decision.size]
             return replay_staged(steps, key, captured, sizes, poison=self.config.graph.check == "poison", borrow=self.borrow)
 
     def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
