@@ -105,7 +105,7 @@ def _put(tiles, stage, field: gl.constexpr, value):
 @gluon.jit
 def _scheduler(
     q_desc, cu_ptr, lens_ptr, counter_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, tiles,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
     MIN_QUERY: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Longest first: levels of length (powers of two) from the top; in a level one (sequence, KV head) after another, which keeps its
@@ -170,10 +170,12 @@ def _scheduler(
             _put(tiles, stage, 6, length)
             _put(tiles, stage, 7, s * stride_bt)
             mbarrier.arrive(tiles.full.index(stage), count=1)
-            mbarrier.wait(q_empty.index(0), (k & 1) ^ 1)
-            mbarrier.expect(q_full.index(0), TILE * DIM * 2)
+            q_stage = k % Q_STAGES
+            mbarrier.wait(q_empty.index(q_stage), ((k // Q_STAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(q_stage), TILE * DIM * 2)
             for w in gl.static_range(WARPGROUPS):
-                tma.async_copy_global_to_shared(q_desc, [first_row + token + w * ROWS, head, 0], q_full.index(0), q_shared.index(w))
+                to = q_shared.index(q_stage * WARPGROUPS + w)
+                tma.async_copy_global_to_shared(q_desc, [first_row + token + w * ROWS, head, 0], q_full.index(q_stage), to)
             k += 1
             item = _next_item(counter_ptr, items)
         else:
@@ -201,14 +203,6 @@ def _wait_tile(tiles, k):
 
 
 @gluon.jit
-def _page_ids(table_row, first, last, COUNT: gl.constexpr):
-    ids = ()
-    for p in gl.static_range(COUNT):
-        ids = ids + (gl.load(table_row + gl.minimum(first + p, last)),)  # type: ignore[assignment]
-    return ids
-
-
-@gluon.jit
 def _loader(
     desc, table_ptr, ring, tiles, BARRIER: gl.constexpr, STAGES: gl.constexpr, CLEAN: gl.constexpr,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -220,7 +214,6 @@ def _loader(
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
     PART: gl.constexpr = BLOCK_N // PAGES  # keys that one TMA brings
-    HELD: gl.constexpr = PAGES // 2 if PAGES > 2 else PAGES  # page ids at a time: registers are few; the next ids are in L1 by then
     i = 0
     k = 0
     blocks = 1
@@ -240,18 +233,19 @@ def _loader(
             if CLEAN:
                 land += gl.where(length < (block + 1) * BLOCK_N, STAGES, 0)
             first_page = block * PAGES // BLOCKS
-            ids = _page_ids(table_ptr + table_row, first_page, last_page, HELD)  # before the wait, which hides their latency
+            row = table_ptr + table_row
+            page = gl.load(row + gl.minimum(first_page, last_page))  # before the wait, which hides its latency
             if i >= STAGES:
                 _meet("sync", BARRIER + stage)
             mbarrier.expect(ring.full.index(land), BLOCK_N * DIM * 2)
-            for g in gl.static_range(PAGES // HELD):
-                if g > 0:
-                    ids = _page_ids(table_ptr + table_row, first_page + g * HELD, last_page, HELD)
-                for p in gl.static_range(HELD):
-                    to = ring.blocks.index(stage)
-                    if PAGES > 1:
-                        to = to.slice((g * HELD + p) * PART, PART)
-                    tma.async_copy_global_to_shared(desc, [ids[p], (block % BLOCKS) * BLOCK_N, kv_head, 0], ring.full.index(land), to)
+            for p in gl.static_range(PAGES):
+                now = page
+                if p + 1 < PAGES:  # one ahead, and not more: registers are few, and what waits for a TMA in uniform ones spills
+                    page = gl.load(row + gl.minimum(first_page + p + 1, last_page))
+                to = ring.blocks.index(stage)
+                if PAGES > 1:
+                    to = to.slice(p * PART, PART)
+                tma.async_copy_global_to_shared(desc, [now, (block % BLOCKS) * BLOCK_N, kv_head, 0], ring.full.index(land), to)
             i += 1
             block -= 1
         k += 1
@@ -419,7 +413,8 @@ def _end_tile(tiles, k):
 def _consumer(
     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
     q_shared, out_shared, q_full, q_empty, ks, vs, tiles, WG: gl.constexpr,
-    DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr, STORE_BY_TMA: gl.constexpr,
 ):  # fmt: skip
@@ -431,7 +426,6 @@ def _consumer(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-    q = q_shared.index(WG)
     i = 0  # blocks this role has begun: their stages follow from it
     k = 0
     blocks, low, position, length = _begin_tile(tiles, 0, HAS_WINDOW)
@@ -450,7 +444,9 @@ def _consumer(
             open_low = gl.minimum(gl.maximum(open_low, low), full)
         stage = i % K_STAGES
         none = gl.full([ROWS], 0.0, gl.float32, offs_m.type.layout)
-        mbarrier.wait(q_full.index(0), k & 1)
+        q_stage = k % Q_STAGES
+        q = q_shared.index(q_stage * WARPGROUPS + WG)
+        mbarrier.wait(q_full.index(q_stage), (k // Q_STAGES) & 1)
         mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
         if HALF_DIAGONAL and WG == 0:
             if first_position - base + ROWS <= BLOCK_N // 2:  # no row sees the right half of this block
@@ -488,7 +484,7 @@ def _consumer(
                     qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
                 i += 1
-        mbarrier.arrive(q_empty.index(0), count=1)
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
         v_stage = (i - 1) % V_STAGES
         p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
         mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
@@ -551,7 +547,7 @@ def prefill_sm90_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, counter_ptr,
     num_seqs, capacity, window, qk_scale, softcap, v_factor, stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
     DTYPE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, MIN_QUERY: gl.constexpr,
-    BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr, STORE_BY_TMA: gl.constexpr,
 ):  # fmt: skip
@@ -559,7 +555,7 @@ def prefill_sm90_kernel(
     [1, min(PAGE, BLOCK_N), 1, DIM]. counter_ptr: an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES * WARPGROUPS, ROWS, DIM], layout)
     k_blocks = gl.allocate_shared_memory(DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
     v_blocks = gl.allocate_shared_memory(DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
     if STORE_BY_TMA:
@@ -567,15 +563,16 @@ def prefill_sm90_kernel(
         out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], gl.NVMMASharedLayout(64, 16, rank=2))
     else:
         out_shared = q_shared  # not used
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [2 * V_STAGES, 1], barrier)  # the second half is the cleaner's
     tile_full = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
     tile_empty = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
     words = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_empty.index(0), count=WARPGROUPS)
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=WARPGROUPS)
     for stage in gl.static_range(TILE_STAGES):
         mbarrier.init(tile_full.index(stage), count=1)
         mbarrier.init(tile_empty.index(stage), count=WARPGROUPS + 3)
@@ -593,7 +590,7 @@ def prefill_sm90_kernel(
                 _consumer,
                 (
                     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
-                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 0, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES,
+                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 0, DTYPE, DIM, BLOCK_N, Q_STAGES, K_STAGES, V_STAGES,
                     NARROW, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HALF_DIAGONAL, STORE_BY_TMA,
                 ),
             ),
@@ -601,7 +598,7 @@ def prefill_sm90_kernel(
                 _consumer,
                 (
                     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
-                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 1, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES,
+                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 1, DTYPE, DIM, BLOCK_N, Q_STAGES, K_STAGES, V_STAGES,
                     NARROW, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HALF_DIAGONAL, STORE_BY_TMA,
                 ),
             ),
@@ -612,7 +609,7 @@ def prefill_sm90_kernel(
                 _scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, counter_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, tiles,
-                    HEADS, GROUP, DIM, BLOCK_N, MIN_QUERY, CAUSAL, HAS_WINDOW,
+                    HEADS, GROUP, DIM, BLOCK_N, Q_STAGES, MIN_QUERY, CAUSAL, HAS_WINDOW,
                 ),
             ),
         ],

@@ -27,6 +27,7 @@ class Sm90Tiles:
     """What a shape asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
 
     block_n: int  # keys of a block
+    q_stages: int = 2  # tiles of queries that are resident: with 2 the next tile's are loaded while one is computed
     k_stages: int  # K and V blocks that are resident; their sum is at most 8
     v_stages: int
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
@@ -101,7 +102,7 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     return dict(
         DTYPE=gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16,
         HEADS=x.heads, GROUP=x.heads // x.kv_heads, DIM=x.dim, PAGE=x.page_size, MIN_QUERY=min_query,
-        BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+        BLOCK_N=tiles.block_n, Q_STAGES=tiles.q_stages, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers, WORKER_REGISTERS=tiles.worker_registers, NARROW=False,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
         HALF_DIAGONAL=x.causal and not x.window, STORE_BY_TMA=tiles.store_by_tma,
