@@ -37,7 +37,7 @@ def _kernel_inputs() -> dict[str, object]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["kernels.md", "modules.md", "extending.md"])
+@pytest.mark.parametrize("page", ["kernels.md", "modes.md", "modules.md", "extending.md"])
 def test_code_in_the_documents_runs(page: str) -> None:
     import tkernels
 
