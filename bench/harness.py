@@ -120,21 +120,6 @@ def interleaved_samples_us(
     return samples
 
 
-def wall_us(run: Callable[[], Any], *, repeats: int = 50, warmup: int = 5) -> float:
-    """Median wall-clock microseconds of a call with the device drained before and after: what a step costs its caller."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    for _ in range(warmup):
-        run()
-    samples = []
-    for _ in range(repeats):
-        sync()
-        start = time.perf_counter()
-        run()
-        sync()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(samples)
-
-
 def back_to_back_us(run: Callable[[], Any], *, steps: int = 30, repeats: int = 9, warmup: int = 3) -> float:
     """Median over ``repeats`` of the wall-clock microseconds of a step when ``steps`` are issued without waiting in between."""
     sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)

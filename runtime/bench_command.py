@@ -43,7 +43,7 @@ def prepare(arguments: argparse.Namespace, config: RuntimeConfig) -> Run:
         if not (math.isfinite(value) and (value > 0 or (name == "seconds" and value == 0))):
             raise ConfigError(f"--{name}: expected a number above 0, got {value}")
     rate = arguments.rate
-    arrivals = cut(arrivals_of(arguments), requests=0, seconds=arguments.seconds, rate=rate, scale=arguments.scale)
+    arrivals = cut(arrivals_of(arguments), seconds=arguments.seconds, rate=rate, scale=arguments.scale)
     given = load_table(arguments.costs) if arguments.costs else None
 
     def run(engine: Engine, out: Console, progress: Progress) -> None:

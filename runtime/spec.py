@@ -95,10 +95,6 @@ class ModelSpec:
             dtype=_dtype(read.config),
         )
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in the KV cache, all layers, keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
-
 
 class _Reader:
     """Typed access to a config, with the key in every error."""

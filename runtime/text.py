@@ -68,10 +68,6 @@ class Tokenizer:
             return open_before
         return _BYTE.fullmatch(name) is not None
 
-    @property
-    def can_chat(self) -> bool:
-        return self._chat_template is not None
-
     def chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the answer. A string is one message of the user."""
         if self._chat_template is None:

@@ -92,8 +92,8 @@ def test_composition_has_both_kinds_of_tokens() -> None:
 
 def test_a_trace_is_cut_and_scaled() -> None:
     arrivals = [Arrival(0.0, 100, 10, "a", 80), Arrival(2.0, 3, 1), Arrival(9.0, 5, 5)]
-    assert cut(arrivals, requests=2, seconds=0, rate=1, scale=1) == arrivals[:2]
-    assert cut(arrivals, requests=0, seconds=1, rate=4, scale=0.1) == [Arrival(0.0, 10, 1, "a", 8), Arrival(2.0, 1, 1)]
+    assert cut(arrivals, seconds=0, rate=1, scale=1) == arrivals
+    assert cut(arrivals, seconds=1, rate=4, scale=0.1) == [Arrival(0.0, 10, 1, "a", 8), Arrival(2.0, 1, 1)]
 
 
 def test_prompts_share_within_a_group_only() -> None:

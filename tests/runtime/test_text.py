@@ -130,7 +130,6 @@ def test_chat_template_in_its_own_file_wins(tmp_path: Path) -> None:
 
 def test_without_a_template_chat_says_so(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write(tmp_path))
-    assert not tokenizer.can_chat
     with pytest.raises(TextError, match="no chat template"):
         tokenizer.chat("hi")
 
