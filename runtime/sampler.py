@@ -38,8 +38,9 @@ class Pending(NamedTuple):
         }
 
 
-def pack_mask(words: Any, vocab: int) -> np.ndarray | None:
-    """What a TokenMask gave, as int32 words; None for None. Raises ValueError or TypeError for anything that is no mask."""
+def pack_mask(words: Any, vocab: int, allowed: Sequence[int] | None = None) -> np.ndarray | None:
+    """What a TokenMask gave, as int32 words, less what is not in ``allowed``; None for None. Raises ValueError or TypeError for anything
+    that is no mask, or that leaves no token."""
     if words is None:
         return None
     packed = np.asarray(words)
@@ -49,6 +50,10 @@ def pack_mask(words: Any, vocab: int) -> np.ndarray | None:
     packed = packed.reshape(-1).view(np.uint32)
     if not packed[:-1].any() and not int(packed[-1]) & (0xFFFFFFFF >> (-vocab % 32)):
         raise ValueError("it allows no token at all")
+    if allowed is not None:
+        packed = packed & _pack_ids(allowed, vocab).view(np.uint32)
+        if not packed.any():
+            raise ValueError("it allows no token that allowed_token_ids has")
     return packed.view(np.int32)
 
 

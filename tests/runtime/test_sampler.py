@@ -192,6 +192,17 @@ def test_a_mask_that_fails_ends_its_own_request(device: torch.device, mask: Hook
     check_idle(engine)
 
 
+def test_a_mask_and_allowed_token_ids_without_a_common_token_end_the_request(device: torch.device) -> None:
+    engine = make_engine(device)
+    params = SamplingParams(max_tokens=3, allowed_token_ids=(1, 2))
+    apart = engine.submit([5], params, mask=lambda generated: words_of([3, 4]))
+    meeting = engine.submit([5], params, mask=lambda generated: words_of([2, 3]))
+    while engine.has_work:
+        engine.step()
+    assert apart.completion().error == "mask: it allows no token that allowed_token_ids has"
+    assert meeting.completion().token_ids == [2, 2, 2]
+
+
 def test_bits_past_the_vocabulary_allow_nothing() -> None:
     words = np.array([0, 0x7FFFFFF0], np.int32)
     with pytest.raises(ValueError, match="no token at all"):
