@@ -360,7 +360,7 @@ def _answer(engine: Engine, prompts: list[Any], params: Sequence[SamplingParams]
 
 
 def _print_totals(engine: Engine, answers: int, tokens: int, seconds: float, out: Console) -> None:
-    stats = engine.stats()
+    stats = engine.counts()
     plural = "" if answers == 1 else "s"
     out.print(f"{answers} answer{plural}, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
     out.print(f"start-up: {engine.startup_seconds:.1f} s")

@@ -97,9 +97,16 @@ class Engine:
     def use_costs(self, table: StepCosts) -> None:
         """Compose steps by this table (``runtime.step_costs``) instead of the warm-up's own costs. Only while nothing runs."""
         if self.has_work:
-            raise RuntimeError("use_costs: requests are under way")
+            raise RuntimeError("use_costs: requests are under way; finish or abort them first")
         context = self.scheduler.model_context
         self.scheduler = make_scheduler(self.config, table, num_pages=self.runner.num_pages, max_context=context)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes: after the model's weights were changed, as K/V of the old ones would be taken for theirs. Only while
+        nothing runs."""
+        if self.has_work:
+            raise RuntimeError("reset_prefix_cache: requests are under way; finish or abort them first")
+        self.scheduler.blocks.clear_cache()
 
     # -- whole answers --------------------------------------------------------------------------------------------------------
 
@@ -285,7 +292,8 @@ class Engine:
             request = chunk.request
             if request.mask is not None and chunk.samples:
                 try:
-                    masks[request.number] = pack_mask(request.mask(request.generated), self.model.spec.vocab)
+                    words, allowed = request.mask(request.generated), request.params.allowed_token_ids
+                    masks[request.number] = pack_mask(words, self.model.spec.vocab, allowed)
                 except Exception as error:
                     answer = self._answers[request.number]
                     answer.error = f"mask: {error}" if isinstance(error, ValueError) else f"mask: {type(error).__name__}: {error}"
@@ -373,13 +381,17 @@ class Engine:
     # -- what happened --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
+        """``counts``, and under ``modes`` also the bytes of graphs and inputs."""
+        return self.counts() | {"modes": self.runner.steps.stats()}
+
+    def counts(self) -> dict[str, Any]:
         """Counts since the start: steps and tokens, and under ``modes`` what ran captured, at which sizes, and what did not."""
         return {
             **{name: self._totals[name] for name in ("steps", "prompt_tokens", "generated_tokens")},
             "cached_tokens": self.scheduler.cached_tokens,
             "preemptions": self.scheduler.preemptions,
             "evicted_pages": self.scheduler.blocks.evictions,
-            "modes": self.runner.steps.stats(),
+            "modes": self.runner.steps.counts(),
         }
 
 

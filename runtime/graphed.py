@@ -536,13 +536,14 @@ class GraphedModule(torch.nn.Module):
         return {key.text: measure_regret(self._steps, self._dispatcher, key, wanted, context) for key in self._steps.keys.values()}
 
     def stats(self) -> dict[str, Any]:
-        """Steps and padding by mode and size, why steps ran eager, graph and arena bytes."""
-        if self._steps is None or self._dispatcher is None:
-            return {"steps": {}, "graph_bytes": 0}
-        return self._dispatcher.stats() | {
-            "graph_bytes": self._steps.graph_bytes,
-            "arena_bytes": sum(key.arena.nbytes for key in self._steps.keys.values()),
-        }
+        """``counts``, and the bytes of graphs and inputs, for which the device's allocator is asked (milliseconds)."""
+        steps = self._steps
+        arenas = [] if steps is None else [key.arena.nbytes for key in steps.keys.values()]
+        return self.counts() | {"graph_bytes": 0 if steps is None else steps.graph_bytes, "arena_bytes": sum(arenas)}
+
+    def counts(self) -> dict[str, Any]:
+        """Steps and padding by mode and size, and why steps ran eager."""
+        return {"steps": {}} if self._dispatcher is None else self._dispatcher.stats()
 
 
 class AtContext(NamedTuple):

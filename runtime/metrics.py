@@ -19,8 +19,8 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class Source(Protocol):
     """What is asked for its numbers."""
 
-    def stats(self) -> dict[str, Any]:
-        """Counts since the start."""
+    def counts(self) -> dict[str, Any]:
+        """Since the start."""
         ...
 
     def load(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class Metrics:
         engine = self._engine()
         if engine is None:
             return
-        stats, load = _read(engine)
+        counts, load = _read(engine)
         for name, text in (
             ("prompt_tokens", "prompt tokens computed"),
             ("generated_tokens", "tokens generated"),
@@ -91,13 +91,13 @@ class Metrics:
             ("preemptions", "requests that had to give their pages back"),
             ("evicted_pages", "pages of cached prefixes that were given away"),
         ):
-            yield self._core.CounterMetricFamily(f"tkernels_{name}", text, stats[name])
+            yield self._core.CounterMetricFamily(f"tkernels_{name}", text, counts[name])
         steps = self._core.CounterMetricFamily("tkernels_steps", "steps, by mode", labels=["mode"])
-        for mode, by_size in stats["modes"]["steps"].items():
+        for mode, by_size in counts["modes"]["steps"].items():
             steps.add_metric([mode], sum(by_size.values()))
         yield steps
-        yield self._core.CounterMetricFamily("tkernels_rows", "rows of all steps, padding included", stats["modes"]["rows"])
-        yield self._core.CounterMetricFamily("tkernels_padding_rows", "padding rows of graphs", stats["modes"]["padding_rows"])
+        yield self._core.CounterMetricFamily("tkernels_rows", "rows of all steps, padding included", counts["modes"]["rows"])
+        yield self._core.CounterMetricFamily("tkernels_padding_rows", "padding rows of graphs", counts["modes"]["padding_rows"])
         for name, value in load.items():
             yield self._core.GaugeMetricFamily(f"tkernels_{name}", name.replace("_", " "), value)
 
@@ -106,10 +106,10 @@ def _read(engine: Source) -> tuple[dict[str, Any], dict[str, float]]:
     """The engine works in another thread meanwhile: a table that grows while it is read is read again."""
     for _ in range(20):
         try:
-            return engine.stats(), engine.load()
+            return engine.counts(), engine.load()
         except RuntimeError:
             continue
-    return engine.stats(), engine.load()
+    return engine.counts(), engine.load()
 
 
 def _stop(server: Any) -> None:

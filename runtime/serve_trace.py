@@ -39,9 +39,9 @@ class _StopAfter(TextStream):
         return ""
 
 
-def cut(arrivals: Sequence[Arrival], *, requests: int, seconds: float, rate: float, scale: float) -> list[Arrival]:
-    """The first ``requests`` (0: all) of those that arrive within ``seconds`` (0: any time) at this rate, lengths times ``scale``."""
-    chosen = [arrival for arrival in arrivals[: requests or None] if not seconds or arrival.second / rate <= seconds]
+def cut(arrivals: Sequence[Arrival], *, seconds: float, rate: float, scale: float) -> list[Arrival]:
+    """Those that arrive within ``seconds`` (0: any time) at this rate, lengths times ``scale``."""
+    chosen = [arrival for arrival in arrivals if not seconds or arrival.second / rate <= seconds]
     shrink = lambda tokens: max(1, round(tokens * scale))
     return [
         each._replace(
@@ -78,7 +78,7 @@ def serve(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     events: deque[Event] = deque()
     live: dict[int, Live] = {}
-    before = engine.stats()
+    before = engine.counts()
     clock = DeviceClock(engine) if engine.runner.device.type == "cuda" else None
     start, number = time.perf_counter(), 0
     now = lambda: (time.perf_counter() - start) * 1e3
@@ -113,7 +113,7 @@ def serve(
     finally:
         if clock is not None:
             clock.detach()
-    _count(outcome, before, engine.stats())
+    _count(outcome, before, engine.counts())
     outcome.idle = None if clock is None else clock.idle_share()
     return outcome
 

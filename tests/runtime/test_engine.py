@@ -190,6 +190,19 @@ def test_a_prefix_in_the_cache_changes_no_token(device: torch.device) -> None:
         assert engine.stats()["cached_tokens"] == (length - 1) // 8 * 8
 
 
+def test_changed_weights_need_another_prefix_cache(device: torch.device) -> None:
+    engine, params = make_engine(device), SamplingParams(max_tokens=4)
+    first = engine.generate([prompt_of(20)], params)
+    with torch.no_grad():
+        engine.model.embed_tokens.copy_(engine.model.embed_tokens.roll(7, 0))
+    engine.reset_prefix_cache()
+    changed = engine.generate([prompt_of(20)], params)
+    assert engine.stats()["cached_tokens"] == 0 and changed != first
+    engine.submit([1], params)
+    with pytest.raises(RuntimeError, match="reset_prefix_cache: requests are under way"):
+        engine.reset_prefix_cache()
+
+
 def test_chat_uses_the_template(device: torch.device) -> None:
     engine = make_engine(device, text=True)
     answer = engine.generate(["hi"], SamplingParams(max_tokens=2), chat=True)[0]
