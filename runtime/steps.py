@@ -20,7 +20,7 @@ from runtime.binding import Binding, Call, key_text
 from runtime.bound import prove_bound
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, rows_mix, written_state
+from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, roundings_of, rows_mix, written_state
 from runtime.graph import CaptureError
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
@@ -372,7 +372,7 @@ class Steps:
                 if call is not None:
                     key.compared.add((n, size))
                     given = self._padded_to(key, call, size)
-                    if why := differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written, roundings=1024):
+                    if why := self._differs(key, given):
                         self._serve_exact(key, f"{n} padded to {size}: {why}")
 
     def _serve_exact(self, key: KeySteps, why: str) -> None:
@@ -387,7 +387,7 @@ class Steps:
         if given is None:
             return ""
         large = sorted(set(key.written) - set(moderate(key.written)))
-        why = differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written)
+        why = self._differs(key, given)
         if large and not self.pad:
             self.remark(
                 f"padding was not shaken: the step writes {large[0]}, which is too large to be put back, and no padding value is declared "
@@ -396,6 +396,10 @@ class Steps:
             return why
         with kept(key.written):
             return why or rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
+
+    def _differs(self, key: KeySteps, given: Inputs) -> str:
+        roundings = roundings_of(self.module)
+        return differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written, roundings)
 
     def drop(self, key: KeySteps, mode: str, size: int, reason: str) -> None:
         captured = key.captured.pop((mode, size), None)

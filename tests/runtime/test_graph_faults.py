@@ -11,6 +11,7 @@ import torch
 from graph_toys import level_costs, make
 from torch import nn
 
+from runtime.contract import roundings_of
 from runtime.graph import IMMORTAL, CaptureError
 from runtime.graphed import GraphedModule
 
@@ -73,6 +74,34 @@ def test_b001_integer_inputs_alone_show_mixed_rows_too(device: torch.device) -> 
     assert torch.equal(fast(ids), Mean()(ids)) and served(fast, "eager") == 1
     ids = torch.tensor([5, 2, 3, 9], device=device)
     assert torch.equal(fast(ids), Mean()(ids)) and fast.stats()["steps"]["full"] == {4: 1}
+
+
+class Branching(nn.Module):
+    """Another formula for few rows, whose result is a little different: far more than a GEMM of another shape makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y * (1 + 1e-4) if x.shape[0] < 3 else y
+
+
+def test_b001_a_small_branch_on_the_number_of_rows_shows(device: torch.device) -> None:
+    module = Branching().to(device)
+    fast = make(module, {"x": 0}, mode="full")
+    plan = fast.warmup(torch.rand(8, 3, device=device))
+    assert any("exactly their size" in remark for remark in plan.remarks)
+    x = torch.rand(1, 3, device=device)
+    assert torch.equal(fast(x), module(x))
+
+
+def test_deep_modules_may_round_more() -> None:
+    assert roundings_of(Mean()) == 64 and roundings_of(Branching()) == 80
+    stacked = nn.Module()
+    stacked.experts, stacked.norm = nn.Parameter(torch.zeros(2, 5, 4, 4)), nn.Parameter(torch.zeros(4))
+    assert roundings_of(stacked) == 64 + 16 * 10
 
 
 class MeanLength(nn.Module):
