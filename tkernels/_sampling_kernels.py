@@ -40,6 +40,13 @@ def scaled(x, top, temperature):
     return tl.where(x == top, 0.0, (x - top) / temperature)
 
 
+@triton.jit
+def _load_temperature(temperature_ptr, row):
+    """The temperature of a row, finite where it is positive: a logit that is infinitely far below the top stays there."""
+    temperature = tl.load(temperature_ptr + row)
+    return tl.where(temperature == float("inf"), 3.4028234663852886e38, temperature)
+
+
 # Scalars, one a row: nothing is gained from knowing that a caller's slice of them starts at a multiple of 16 bytes.
 PER_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "steps_ptr"]
 
@@ -64,7 +71,7 @@ def runs_kernel(
     runs = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     columns = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
     mask = columns < vocab
-    temperature = tl.load(temperature_ptr + row)
+    temperature = _load_temperature(temperature_ptr, row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     x = load_logits(logits_ptr + row * stride_row + columns, mask)
@@ -128,7 +135,7 @@ def finish_kernel(
 ):  # fmt: skip
     """One program: one row. Combines the runs of greedy and unfiltered rows; filters and draws the others."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = _load_temperature(temperature_ptr, row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     runs = tl.arange(0, BLOCK_RUNS)

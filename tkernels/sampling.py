@@ -55,6 +55,7 @@ def sample_ref(
     x = logits.double()
     x = torch.where(x.isnan(), -float("inf"), x)
     random = temperature > 0
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
     order = torch.sort(x, dim=-1, descending=True, stable=True)
     top = order.values[:, :1]
     z = torch.where(order.values == top, 0.0, (order.values - top) / torch.where(random, temperature, 1.0).double()[:, None])

@@ -275,7 +275,14 @@ def test_greedy_over_many_runs(device: torch.device) -> None:
     assert tkernels.sample(*_arguments(logits, 0.0)).tolist() == [0, 5002, 2500, 127, 5]
 
 
-@pytest.mark.parametrize("rules", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.5}, {"temperature": INF}, {"temperature": INF, "top_p": 0.4},
+        {"temperature": INF, "top_k": 9, "top_p": 0.4},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_b133_bad_rows_give_a_defined_id(rules: dict[str, Any], device: torch.device) -> None:
     """NaN counts as −∞, a row with nothing gives 0, infinite logits share all; good rows beside them are as they are alone."""
     logits = torch.randn(7, 200, device=device)

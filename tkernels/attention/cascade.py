@@ -2,7 +2,8 @@
 
 The queries of all sequences attend to the shared pages as if they were one sequence of ``tokens`` queries, with no mask, since the
 prefix lies before every one of them; then each sequence attends to its own pages; the two are merged by their LSE. The window, if
-there is one, must not reach into the prefix, so it is refused. Every launch depends on shapes only: capturable in a full graph.
+there is one, must not reach into the prefix, so it is refused. Every launch depends on shapes only: capturable in a full graph. Unlike
+``paged_attention``'s, the bits of a request depend on how many tokens the batch has, since these are the queries of one sequence here.
 
 In the own part ``seq_lens`` and ``block_table`` count from the end of the prefix.
 """

@@ -43,17 +43,29 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
         check(case, replayed, replayed_lse)
 
 
-@pytest.mark.parametrize("query_lens", [[1] * 24, [1, 4, 8, 2] * 6, [1, 3, 200, 1, 9, 64] * 4], ids=["decode", "several", "mixed"])
-def test_bits_alone_and_in_a_batch(query_lens):
-    lens = [max(q, int(n)) for q, n in zip(query_lens, torch.randint(1, 5000, (24,)), strict=True)]
-    case = make_case(lens, query_lens, **SHAPE)
+def bits_alone_and_in_a_batch(query_lens, **shape) -> tuple[Case, torch.Tensor]:
+    lens = [max(q, int(n)) for q, n in zip(query_lens, torch.randint(1, 5000, (len(query_lens),)), strict=True)]
+    case = make_case(lens, query_lens, **{**SHAPE, **shape})
     out, lse = attend(case)
     check(case, out, lse)
     starts = case.cu_seqlens_q.tolist()
-    for s in range(24):
+    for s in range(len(query_lens)):
         rows = slice(starts[s], starts[s + 1])
         alone, alone_lse = attend(part(case, s, s + 1))
         assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+    return case, out
+
+
+@pytest.mark.parametrize("dim", [64, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_bits_of_every_table_entry(dim, dtype):
+    """Alone a row takes the entry for few sequences and 8 columns of tensor cores, here the one for many and up to 32."""
+    bits_alone_and_in_a_batch([1, 4, 8, 2, 1] * 8, dim=dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 24, [1, 4, 8, 2] * 6, [1, 3, 200, 1, 9, 64] * 4], ids=["decode", "several", "mixed"])
+def test_bits_alone_and_in_a_batch(query_lens):
+    case, out = bits_alone_and_in_a_batch(query_lens)
     for _ in range(1000):
         again, _ = attend(case)
         assert torch.equal(again, out)
