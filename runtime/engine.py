@@ -61,8 +61,9 @@ class Engine:
         costs = self.config.graph.cost_table
         if costs and (obstacle := CostTable.obstacle(costs)):  # now, not after the warm-up
             raise ConfigError(f"graph.cost_table: {costs}: {obstacle}")
-        if self.config.metrics.port:
-            metrics.client(self.config.metrics)
+        serves_metrics = self.config.metrics.port > 0 and not is_follower()  # one rank speaks for all
+        if serves_metrics:
+            metrics.check(self.config.metrics)
         parallel = join(self.config)
         if isinstance(model, CausalLM) and parallel != getattr(model, "parallel", None):
             raise ConfigError(f"parallel.tensor: the model given was not made for these {self.config.parallel.tensor} ranks")
@@ -89,9 +90,8 @@ class Engine:
         self._submitted = 0
         self._masked = False  # whether any request ever had a mask
         self._totals: Counter[str] = Counter()
-        # Last, so that nobody is told of an engine that did not come up. One rank speaks for all.
-        wanted = self.config.metrics.port and not is_follower()
-        self.metrics = metrics.Metrics(self, self.config.metrics) if wanted else None
+        # Last, so that nobody is told of an engine that did not come up.
+        self.metrics = metrics.Metrics(self, self.config.metrics) if serves_metrics else None
         self.startup_seconds = time.perf_counter() - started
 
     def use_costs(self, table: StepCosts) -> None:

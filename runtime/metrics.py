@@ -6,6 +6,7 @@ arrive. Needs prometheus-client (the extra "metrics").
 
 from __future__ import annotations
 
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -41,6 +42,25 @@ def client(config: MetricsConfig) -> Any:
     return prometheus_client
 
 
+def check(config: MetricsConfig) -> None:
+    """Whether ``Metrics`` could serve; raises ConfigError where not. Asked before an engine's warm-up, which may take minutes."""
+    client(config)
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(config.address, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        raise _unusable(config, error) from error
+
+
+def _unusable(config: MetricsConfig, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"metrics.port: cannot listen on {config.address}:{config.port}: {error}; choose another port (or metrics.address), or 0 for none"
+    )
+
+
 class Metrics:
     """Serves an engine's numbers until the engine is gone, or ``close``. Raises ConfigError naming the key where that cannot be."""
 
@@ -58,7 +78,7 @@ class Metrics:
         try:
             self._server, self._thread = prometheus.start_http_server(config.port, config.address, registry)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"metrics.port: cannot listen on {config.address}:{config.port}: {error}") from error
+            raise _unusable(config, error) from error
         self.port: int = self._server.server_port
         self.close = weakref.finalize(engine, _stop, self._server)
 

@@ -58,10 +58,11 @@ def test_what_happened_can_be_scraped(device: torch.device) -> None:
     assert 0 < now["tkernels_time_to_first_token_seconds_sum"] < now["tkernels_request_seconds_sum"] * 3
 
 
-def test_the_port_is_free_again_when_the_engine_is_gone(device: torch.device) -> None:
+def test_the_port_is_free_again_when_the_engine_is_gone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     engine = engine_on(device, port)
-    with pytest.raises(ConfigError, match=f"metrics.port: cannot listen on 127.0.0.1:{port}"):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"metrics.port: cannot listen on 127.0.0.1:{port}.*another port"):
+        patch.setattr("runtime.engine.Runner", None)  # it is said before the warm-up
         engine_on(device, port)
     assert engine.metrics is not None
     engine.metrics.close()
@@ -87,3 +88,9 @@ def test_a_missing_client_is_said(device: torch.device, monkeypatch: pytest.Monk
 def test_a_port_that_is_none_is_refused(device: torch.device, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.port"):
         make_engine(device, metrics={"port": value})
+
+
+def test_an_address_of_another_host_is_said(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.engine.Runner", None)
+    with pytest.raises(ConfigError, match=r"metrics\.port: cannot listen on 203\.0\.113\.1:9000"):
+        make_engine(device, metrics={"port": 9000, "address": "203.0.113.1"})
