@@ -91,6 +91,7 @@ class GraphedModule(torch.nn.Module):
         self.config = config
         self.borrow = borrow
         self._binding = Binding(module.forward, dynamic)
+        self._size_names = frozenset(self._binding.size_names)
         self._settings: dict[str, Any] = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
         names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
@@ -251,10 +252,19 @@ class GraphedModule(torch.nn.Module):
             if contexts:
                 dispatcher.table.set_contexts(contexts)
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
+            self._check_borrow(steps)
             if self.config.graph.cost_table:
                 dispatcher.table.save(self.config.graph.cost_table)
                 self._save_proofs(steps)
             return self.plan
+
+    def _check_borrow(self, steps: Steps) -> None:
+        if isinstance(self.borrow, bool):
+            return
+        for key in steps.keys.values():
+            tensors = [i for i, dims in enumerate(key.dims) if dims is not None]
+            if not set(self.borrow) <= set(tensors):
+                raise ValueError(f"borrow: expected numbers of outputs that are tensors, which are {tensors}, got {list(self.borrow)}")
 
     def _resizer(self, example: Call) -> Representative:
         return lambda size, *context: resized(example, self._steps, size)  # type: ignore[arg-type]
@@ -330,6 +340,8 @@ class GraphedModule(torch.nn.Module):
         written, and nothing else of this module may run in between. None where the step takes no graph, or has arguments that are
         static or written: then make tensors and call the module, which counts the step.
         """
+        if sizes.keys() != self._size_names or min(sizes.values()) < 0:
+            raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
         steps, dispatcher = self._steps, self._dispatcher
         if steps is None or dispatcher is None:
             return None

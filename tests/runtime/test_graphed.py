@@ -576,6 +576,24 @@ def test_a_step_without_a_graph_is_not_staged(device: torch.device) -> None:
         assert fast.stage({"tokens": 3}) is None
 
 
+@pytest.mark.parametrize("sizes", [{}, {"token": 3}, {"tokens": 3, "seqs": 3}, {"tokens": -1}])
+def test_wrong_sizes_of_a_staged_step_are_named(device: torch.device, sizes: dict[str, int]) -> None:
+    fast = make(toys.Layers().to(device))
+    with pytest.raises(ValueError, match=r"stage: expected a size of 0 or more for each of \['tokens'\], got"):
+        fast.stage(sizes)
+
+
+@pytest.mark.parametrize("borrow", [(1,), (0, 2), (-1,)])
+def test_borrowed_outputs_that_are_none_are_named(device: torch.device, borrow: tuple[int, ...]) -> None:
+    class WithText(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return x + 1, "text"
+
+    fast = make(WithText().to(device), {"x": 0}, borrow=borrow)
+    with pytest.raises(ValueError, match=r"borrow: expected numbers of outputs that are tensors, which are \[0\], got"):
+        fast.warmup(torch.rand(4, 2, device=device))
+
+
 def test_a_staged_step_runs_once_and_with_nothing_in_between(device: torch.device) -> None:
     fast = make(toys.Layers().to(device))
     fast.warmup(*toys.step(8, device))
