@@ -11,30 +11,24 @@ import difflib
 import json
 import re
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from runtime import bench_command, simulate_command
-from runtime.answer import Completion, Event
+from runtime import bench_command, generate_command, simulate_command
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.engine import Engine
-from runtime.generate_command import AnswerFile, Line, answer_lines, left_to_answer, params_of, read_prompts
 from runtime.parallel import is_follower, leave
-from runtime.request import SamplingParams
 from runtime.step_costs import measure_steps
 
 _COMMANDS = ("generate", "plan", "explain", "simulate", "bench")
-_IN_JSON = {"logit_bias": '{"11": -5, "13": 2.5}', "allowed_token_ids": "[11, 12, 13]", "stop_token_ids": "[11, 12]"}
 _EXAMPLES = """\
 examples:
   python -m runtime generate --config configs/demo.toml --chat "What is the capital of France?" "Name three colours."
@@ -116,17 +110,7 @@ def _make_parser() -> _Parser:
         return commands.add_parser(name, help=text, description=text, usage=usage, epilog=_EXAMPLES, formatter_class=plain)
 
     generate = command("generate", "PROMPT ...", "answer prompts, all at once")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one prompt each")
-    text = (
-        'more prompts: one a line, or in a .jsonl file objects with "prompt" (a text or token ids) and, if wanted, "id" and "params" '
-        '(sampling parameters); "-" reads stdin'
-    )
-    generate.add_argument("--input", metavar="FILE", help=text)
-    text = "answers as JSON lines, each written when it is ready; a run that finds the file goes on behind what it has"
-    generate.add_argument("--output", metavar="FILE", help=text)
-    generate.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
-    generate.add_argument("--quiet", action="store_true", help="print the answers only")
-    _add_sampling(generate)
+    generate_command.add_arguments(generate)
     plan = command("plan", "", "measure every captured size in each mode, and print what is picked")
     explain = command("explain", "BATCH ...", "say how a batch would run and why, or who owns each input of each captured piece")
     text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
@@ -139,21 +123,6 @@ def _make_parser() -> _Parser:
     for each in (generate, plan, explain, simulate, bench):
         _add_config(each)
     return parser
-
-
-def _add_sampling(parser: _Parser) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, field in SamplingParams.model_fields.items():
-        flag = f"--{name.replace('_', '-')}"
-        text = f"{field.description} (default {json.dumps(field.default)})"
-        if name == "stop":
-            group.add_argument(flag, action="append", metavar="TEXT", help=f"{field.description}; may be repeated")
-        elif name in _IN_JSON:
-            group.add_argument(flag, metavar="JSON", help=f"{field.description}, e.g. {_IN_JSON[name]}")
-        elif field.annotation is bool:
-            group.add_argument(flag, action="store_true", default=None, help=text)
-        else:
-            group.add_argument(flag, metavar="NUMBER", help=text)
 
 
 def _add_config(parser: _Parser) -> None:
@@ -231,6 +200,10 @@ def _simulate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
     return 0
 
 
+def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    return generate_command.run(arguments, config, lambda: _engine(config, out, errors, arguments.quiet), out, errors)
+
+
 def _explain(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
     batches = [_batch(text, config) for text in arguments.batches]
     engine = _engine(config, out, errors)
@@ -272,122 +245,3 @@ def _batch(text: str, config: RuntimeConfig) -> tuple[int, int] | None:
             f"BATCH {text}: expected 1 to {limits.max_batch_tokens} tokens (scheduler.max_batch_tokens), got {decodes + chunk}"
         )
     return decodes, chunk
-
-
-def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
-    lines = [] if arguments.input is None else read_prompts(arguments.input)
-    if arguments.output is not None:
-        return _generate_file(arguments, lines, config, out, errors)
-    prompts = [*arguments.prompts, *(line.prompt for line in lines)]
-    if not prompts:
-        raise UsageError("no prompts: give them as arguments or with --input FILE")
-    common = _sampling(arguments)
-    params = [common] * len(arguments.prompts) + params_of(lines, common)
-    _check_text(config, prompts)
-    engine = _engine(config, out, errors, arguments.quiet)
-    if not arguments.quiet:
-        out.print(engine.plan)
-    started = time.perf_counter()
-    answers = _answer(engine, prompts, params, arguments.chat, errors)
-    seconds = time.perf_counter() - started
-    for answer in answers:
-        prompt = prompts[answer.index]
-        if answer.finish_reason == "error":
-            errors.print(f"error: {answer.error}", markup=False)
-        elif arguments.quiet:
-            out.print(answer.text, markup=False)
-        else:
-            title = str(prompt)
-            out.rule(Text(title if len(title) <= 100 else f"{title[:97]}..."), align="left")
-            out.print(answer.text, markup=False)
-    if not arguments.quiet:
-        out.rule()
-        _print_totals(engine, len(answers), sum(len(answer.token_ids) for answer in answers), seconds, out)
-    return 1 if any(answer.finish_reason == "error" for answer in answers) else 0
-
-
-def _check_text(config: RuntimeConfig, prompts: Sequence[Any]) -> None:
-    folder = Path(config.model.path).expanduser()
-    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and any(isinstance(p, str) for p in prompts):
-        raise UsageError(f"the prompts are text, and {folder} has no tokenizer.json; give token ids in a .jsonl file with --input")
-
-
-def _generate_file(arguments: argparse.Namespace, lines: list[Line], config: RuntimeConfig, out: Console, errors: Console) -> int:
-    if arguments.input is None or arguments.prompts:
-        raise UsageError("--output: expected --input FILE, whose lines it answers, and no other prompts")
-    params = params_of(lines, _sampling(arguments), seeded=True)
-    by_number = dict(zip((line.number for line in lines), params, strict=True))
-    _check_text(config, [line.prompt for line in lines])
-    with AnswerFile(arguments.output, write=not is_follower()) as file:
-        left = left_to_answer(lines, file)
-        if not arguments.quiet:
-            out.print(f"{arguments.output}: {len(lines) - len(left)} of {len(lines)} prompts are answered already", markup=False)
-        if not left:
-            return 0
-        engine = _engine(config, out, errors, arguments.quiet)
-        started = time.perf_counter()
-        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, {task.fields[tokens]} tokens"))
-        with Progress(*columns, TimeElapsedColumn(), console=errors) as bar:
-            task = bar.add_task("", total=len(left), tokens=0)
-            progress = lambda done, total, tokens: bar.update(task, completed=done, tokens=tokens)
-            chosen = [by_number[line.number] for line in left]
-            refused, tokens = answer_lines(engine, left, chosen, file, chat=arguments.chat, progress=progress)
-    if not arguments.quiet:
-        out.print(f"{arguments.output}: {len(left) - refused} answered, {refused} refused", markup=False)
-        _print_totals(engine, len(left), tokens, time.perf_counter() - started, out)
-    return 1 if refused else 0
-
-
-def _answer(engine: Engine, prompts: list[Any], params: Sequence[SamplingParams], chat: bool, errors: Console) -> list[Completion]:
-    counts = TextColumn("tokens, {task.fields[done]} of {task.fields[all]} answers")
-    answers = [(index, sample) for index in range(len(prompts)) for sample in range(params[index].n)]
-    texts = dict.fromkeys(answers, "")
-    tokens: dict[tuple[int, int], list[int]] = {at: [] for at in answers}
-    ends: dict[tuple[int, int], Event] = {}
-    with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn(), console=errors) as progress:
-        total = sum(params[index].max_tokens for index, _ in answers)  # less what answers leave unused
-        task = progress.add_task("", total=total, done=0, all=len(answers))
-        for event in engine.stream(prompts, params, chat=chat, on_error="return"):
-            at = event.index, event.sample
-            texts[at] += event.text
-            tokens[at] += event.token_ids
-            progress.advance(task, len(event.token_ids))
-            if event.finish_reason is not None:
-                ends[at] = event
-                total -= params[event.index].max_tokens - len(tokens[at])
-                progress.update(task, total=total, done=len(ends))
-    return [Completion(texts[at], tokens[at], end.finish_reason or "error", [], end.error, None, *at) for at, end in sorted(ends.items())]
-
-
-def _print_totals(engine: Engine, answers: int, tokens: int, seconds: float, out: Console) -> None:
-    stats = engine.counts()
-    plural = "" if answers == 1 else "s"
-    out.print(f"{answers} answer{plural}, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
-    out.print(f"start-up: {engine.startup_seconds:.1f} s")
-    table = Table("mode", "steps", "share", "by size", title="steps by mode", title_justify="left")
-    steps = stats["modes"]["steps"]
-    for mode, by_size in steps.items():
-        count = sum(by_size.values())
-        table.add_row(mode, str(count), f"{count / max(1, stats['steps']):.0%}", ", ".join(f"{size}: {n}" for size, n in by_size.items()))
-    out.print(table)
-    rows, padding = stats["modes"]["rows"], stats["modes"]["padding_rows"]
-    out.print(f"padding: {padding} of {rows} rows; preemptions: {stats['preemptions']}")
-    out.print(f"prompt tokens: {stats['prompt_tokens']} computed, {stats['cached_tokens']} from the prefix cache")
-    for reason, count in stats["modes"]["eager_reasons"].items():
-        out.print(f"eager {count}x: {reason}", markup=False)
-
-
-def _sampling(arguments: argparse.Namespace) -> SamplingParams:
-    given = {name: getattr(arguments, name) for name in SamplingParams.model_fields}
-    for name in _IN_JSON:
-        if given[name] is not None:
-            try:
-                given[name] = json.loads(given[name])
-            except ValueError as error:
-                raise UsageError(f"--{name.replace('_', '-')}: expected JSON such as {_IN_JSON[name]}, got {given[name]!r}") from error
-    try:
-        return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        item = error.errors()[0]
-        flag = str(item["loc"][0]).replace("_", "-")
-        raise UsageError(f"--{flag}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}") from None

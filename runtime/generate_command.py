@@ -1,215 +1,182 @@
-"""``python -m runtime generate --input FILE --output FILE``: prompts from a file, each answered once, whatever happens in between.
-
-Input: one prompt a line, or in a ``.jsonl`` file one object a line: ``{"prompt": text or token ids, "id": …, "params": {…}}``. An id is a
-text or an integer, by default the line's number; ``params`` are sampling parameters that win over those of the command.
-
-Output: one object a line, in the order in which they are ready: ``{"id": …, "answers": [{"text", "token_ids", "finish_reason"}]}``, with
-"logprobs" if they were asked for, or ``{"id": …, "error": …}`` for a prompt that cannot be served. A line is written whole and at once,
-so the file can be read at any time and after a kill. A run that finds such a file goes on behind it: ids that are in it are left out,
-and half a line at its end is cut off. A line draws by its own number where it gives no seed, so that a resumed run gives the same.
-"""
+"""``python -m runtime generate``: options, answers on the terminal or into a file, totals."""
 
 from __future__ import annotations
 
-import fcntl
+import argparse
 import json
-import os
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-from runtime.answer import Answer, Event
-from runtime.config import ConfigError
+from runtime.answer import Completion, Event
+from runtime.answer_file import AnswerFile, Line, answer_lines, left_to_answer, params_of, read_prompts
+from runtime.config import ConfigError, RuntimeConfig
 from runtime.engine import Engine
-from runtime.request import RequestError, SamplingParams
+from runtime.parallel import is_follower
+from runtime.request import SamplingParams
 
-Progress = Callable[[int, int, int], None]
-"""Called with (prompts answered, all prompts, tokens so far)."""
-
-
-class Line(NamedTuple):
-    """One prompt of a file. params: what it wants otherwise than the command."""
-
-    number: int
-    id: str | int
-    prompt: Any
-    params: dict[str, Any]
+_IN_JSON = {"logit_bias": '{"11": -5, "13": 2.5}', "allowed_token_ids": "[11, 12, 13]", "stop_token_ids": "[11, 12]"}
 
 
-def read_prompts(source: str) -> list[Line]:
-    """The prompts of a file, or of stdin for "-". Raises ConfigError naming the line."""
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--input {source}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--input {source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    rows = list(enumerate(text.split("\n"), 1))  # not splitlines: a prompt may hold U+2028
-    if not source.endswith(".jsonl"):
-        return [Line(number, number, line, {}) for number, line in rows if line.strip()]
-    lines: list[Line] = []
-    seen: dict[str | int, int] = {}
-    for number, raw in rows:
-        if not raw.strip():
-            continue
-        where = f"--input {source}: line {number}"
-        try:
-            given = json.loads(raw)
-            line = Line(number, given.get("id", number), given["prompt"], given.get("params", {}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f'{where}: expected a JSON object with "prompt"') from error
-        if isinstance(line.id, bool) or not isinstance(line.id, (str, int)):
-            raise ConfigError(f"{where}: id: expected a text or an integer, got {line.id!r}")
-        if not isinstance(line.params, dict):
-            raise ConfigError(f"{where}: params: expected an object of sampling parameters, got {line.params!r}")
-        if line.id in seen:
-            raise ConfigError(f"{where}: id {line.id!r} is that of line {seen[line.id]} too")
-        seen[line.id] = number
-        lines.append(line)
-    return lines
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="one prompt each")
+    text = (
+        'more prompts: one a line, or in a .jsonl file objects with "prompt" (a text or token ids) and, if wanted, "id" and "params" '
+        '(sampling parameters); "-" reads stdin'
+    )
+    parser.add_argument("--input", metavar="FILE", help=text)
+    text = "answers as JSON lines, each written when it is ready; a run that finds the file goes on behind what it has"
+    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    parser.add_argument("--quiet", action="store_true", help="print the answers only")
+    _add_sampling(parser)
 
 
-def params_of(lines: Iterable[Line], defaults: SamplingParams, *, seeded: bool = False) -> list[SamplingParams]:
-    """Each line's parameters. seeded: lines without a seed get their number as seed."""
-    all_params = []
-    for line in lines:
-        given = {**defaults.model_dump(), **line.params}
-        if seeded and given["seed"] is None:
-            given["seed"] = line.number
-        try:
-            all_params.append(SamplingParams.model_validate(given))
-        except ValidationError as error:
-            item = error.errors()[0]
-            name = ".".join(map(str, item["loc"]))
-            raise ConfigError(
-                f"--input: line {line.number}: params: {name}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}"
-            ) from None
-    return all_params
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, field in SamplingParams.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{field.description} (default {json.dumps(field.default)})"
+        if name == "stop":
+            group.add_argument(flag, action="append", metavar="TEXT", help=f"{field.description}; may be repeated")
+        elif name in _IN_JSON:
+            group.add_argument(flag, metavar="JSON", help=f"{field.description}, e.g. {_IN_JSON[name]}")
+        elif field.annotation is bool:
+            group.add_argument(flag, action="store_true", default=None, help=text)
+        else:
+            group.add_argument(flag, metavar="NUMBER", help=text)
 
 
-class AnswerFile:
-    """The output, open for appending by one process. ``answered`` holds the ids that it has."""
+def run(arguments: argparse.Namespace, config: RuntimeConfig, make_engine: Callable[[], Engine], out: Console, errors: Console) -> int:
+    """Answer; returns the exit code. make_engine: called once the options are known to be right."""
+    lines = [] if arguments.input is None else read_prompts(arguments.input)
+    if arguments.output is not None:
+        return _into_file(arguments, lines, config, make_engine, out, errors)
+    prompts = [*arguments.prompts, *(line.prompt for line in lines)]
+    if not prompts:
+        raise ConfigError("no prompts: give them as arguments or with --input FILE")
+    common = _sampling(arguments)
+    params = [common] * len(arguments.prompts) + params_of(lines, common)
+    _check_text(config, prompts)
+    engine = make_engine()
+    if not arguments.quiet:
+        out.print(engine.plan)
+    started = time.perf_counter()
+    answers = _answer(engine, prompts, params, arguments.chat, errors)
+    seconds = time.perf_counter() - started
+    for answer in answers:
+        prompt = prompts[answer.index]
+        if answer.finish_reason == "error":
+            errors.print(f"error: {answer.error}", markup=False)
+        elif arguments.quiet:
+            out.print(answer.text, markup=False)
+        else:
+            title = str(prompt)
+            out.rule(Text(title if len(title) <= 100 else f"{title[:97]}..."), align="left")
+            out.print(answer.text, markup=False)
+    if not arguments.quiet:
+        out.rule()
+        _print_totals(engine, len(answers), sum(len(answer.token_ids) for answer in answers), seconds, out)
+    return 1 if any(answer.finish_reason == "error" for answer in answers) else 0
 
-    def __init__(self, path: str, *, write: bool = True) -> None:
-        self.path, self._file = path, -1
-        try:
-            if write:
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = Path(path).read_bytes() if Path(path).exists() else b""
-        except BlockingIOError as error:
-            self.close()
-            raise ConfigError(f"--output {path}: another process is writing it") from error
-        except OSError as error:
-            raise ConfigError(f"--output {path}: cannot be opened: {error.strerror}") from error
-        whole = data[: data.rfind(b"\n") + 1]
-        try:
-            self.answered = self._ids(whole)
-        except ConfigError:
-            self.close()
-            raise
-        if write and len(whole) < len(data):
-            os.ftruncate(self._file, len(whole))  # a line that was being written when its process was killed
 
-    def _ids(self, data: bytes) -> set[str | int]:
-        ids: set[str | int] = set()
-        for number, line in enumerate(data.split(b"\n")[:-1], 1):
+def _check_text(config: RuntimeConfig, prompts: Sequence[Any]) -> None:
+    folder = Path(config.model.path).expanduser()
+    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and any(isinstance(p, str) for p in prompts):
+        raise ConfigError(f"the prompts are text, and {folder} has no tokenizer.json; give token ids in a .jsonl file with --input")
+
+
+def _into_file(
+    arguments: argparse.Namespace,
+    lines: list[Line],
+    config: RuntimeConfig,
+    make_engine: Callable[[], Engine],
+    out: Console,
+    errors: Console,
+) -> int:
+    if arguments.input is None or arguments.prompts:
+        raise ConfigError("--output: expected --input FILE, whose lines it answers, and no other prompts")
+    params = params_of(lines, _sampling(arguments), seeded=True)
+    by_number = dict(zip((line.number for line in lines), params, strict=True))
+    _check_text(config, [line.prompt for line in lines])
+    with AnswerFile(arguments.output, write=not is_follower()) as file:
+        left = left_to_answer(lines, file)
+        if not arguments.quiet:
+            out.print(f"{arguments.output}: {len(lines) - len(left)} of {len(lines)} prompts are answered already", markup=False)
+        if not left:
+            return 0
+        engine = make_engine()
+        started = time.perf_counter()
+        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, {task.fields[tokens]} tokens"))
+        with Progress(*columns, TimeElapsedColumn(), console=errors) as bar:
+            task = bar.add_task("", total=len(left), tokens=0)
+            progress = lambda done, total, tokens: bar.update(task, completed=done, tokens=tokens)
+            chosen = [by_number[line.number] for line in left]
+            refused, tokens = answer_lines(engine, left, chosen, file, chat=arguments.chat, progress=progress)
+    if not arguments.quiet:
+        out.print(f"{arguments.output}: {len(left) - refused} answered, {refused} refused", markup=False)
+        _print_totals(engine, len(left), tokens, time.perf_counter() - started, out)
+    return 1 if refused else 0
+
+
+def _answer(engine: Engine, prompts: list[Any], params: Sequence[SamplingParams], chat: bool, errors: Console) -> list[Completion]:
+    counts = TextColumn("tokens, {task.fields[done]} of {task.fields[all]} answers")
+    answers = [(index, sample) for index in range(len(prompts)) for sample in range(params[index].n)]
+    texts = dict.fromkeys(answers, "")
+    tokens: dict[tuple[int, int], list[int]] = {at: [] for at in answers}
+    ends: dict[tuple[int, int], Event] = {}
+    with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn(), console=errors) as progress:
+        total = sum(params[index].max_tokens for index, _ in answers)  # less what answers leave unused
+        task = progress.add_task("", total=total, done=0, all=len(answers))
+        for event in engine.stream(prompts, params, chat=chat, on_error="return"):
+            at = event.index, event.sample
+            texts[at] += event.text
+            tokens[at] += event.token_ids
+            progress.advance(task, len(event.token_ids))
+            if event.finish_reason is not None:
+                ends[at] = event
+                total -= params[event.index].max_tokens - len(tokens[at])
+                progress.update(task, total=total, done=len(ends))
+    return [Completion(texts[at], tokens[at], end.finish_reason or "error", [], end.error, None, *at) for at, end in sorted(ends.items())]
+
+
+def _print_totals(engine: Engine, answers: int, tokens: int, seconds: float, out: Console) -> None:
+    stats = engine.counts()
+    plural = "" if answers == 1 else "s"
+    out.print(f"{answers} answer{plural}, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+    out.print(f"start-up: {engine.startup_seconds:.1f} s")
+    table = Table("mode", "steps", "share", "by size", title="steps by mode", title_justify="left")
+    steps = stats["modes"]["steps"]
+    for mode, by_size in steps.items():
+        count = sum(by_size.values())
+        table.add_row(mode, str(count), f"{count / max(1, stats['steps']):.0%}", ", ".join(f"{size}: {n}" for size, n in by_size.items()))
+    out.print(table)
+    rows, padding = stats["modes"]["rows"], stats["modes"]["padding_rows"]
+    out.print(f"padding: {padding} of {rows} rows; preemptions: {stats['preemptions']}")
+    out.print(f"prompt tokens: {stats['prompt_tokens']} computed, {stats['cached_tokens']} from the prefix cache")
+    for reason, count in stats["modes"]["eager_reasons"].items():
+        out.print(f"eager {count}x: {reason}", markup=False)
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(arguments, name) for name in SamplingParams.model_fields}
+    for name in _IN_JSON:
+        if given[name] is not None:
             try:
-                ids.add(json.loads(line)["id"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f'--output {self.path}: line {number}: expected a JSON object with "id", as a run before would have left; '
-                    "give another file, or remove this one"
-                ) from error
-        return ids
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append one line. By the time it returns, the system has it, also if this process is killed then."""
-        data = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-        while self._file >= 0 and data:
-            data = data[os.write(self._file, data) :]
-
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let another one write it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def left_to_answer(lines: Sequence[Line], file: AnswerFile) -> list[Line]:
-    """The lines whose ids the file does not have. Raises ConfigError if it has ids of no line: it is then another input's."""
-    strange = file.answered - {line.id for line in lines}
-    if strange:
-        shown = ", ".join(repr(each) for each in sorted(strange, key=str)[:3])
-        raise ConfigError(
-            f"--output {file.path}: it has answers to {len(strange)} ids that the input does not have ({shown}); give another file"
-        )
-    return [line for line in lines if line.id not in file.answered]
-
-
-def answer_lines(
-    engine: Engine, lines: Sequence[Line], params: Sequence[SamplingParams], file: AnswerFile, *, chat: bool = False,
-    progress: Progress = lambda done, total, tokens: None,
-) -> tuple[int, int]:  # fmt: skip
-    """Answer all lines; returns how many were refused, and the tokens generated.
-
-    A bounded number waits in the engine at any time, so an input may be of any length.
-    """
-    most = 4 * engine.config.scheduler.max_num_seqs
-    events: deque[Event] = deque()
-    waiting: dict[int, list[Answer]] = {}
-    todo: Iterator[tuple[int, Line]] = iter(enumerate(lines))
-    refused = tokens = done = held = 0
-    exhausted = False
+                given[name] = json.loads(given[name])
+            except ValueError as error:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected JSON such as {_IN_JSON[name]}, got {given[name]!r}") from error
     try:
-        while waiting or not exhausted:
-            while not exhausted and held < most:
-                index, line = next(todo, (-1, None))
-                if line is None:
-                    exhausted = True
-                    break
-                try:
-                    waiting[index] = engine.submit_samples(line.prompt, params[index], chat=chat, index=index, events=events)
-                    held += params[index].n
-                except RequestError as error:
-                    file.add({"id": line.id, "error": str(error)})
-                    refused, done = refused + 1, done + 1
-            if waiting:
-                engine.step()
-            while events:
-                event = events.popleft()
-                tokens += len(event.token_ids)
-                if event.finish_reason is not None and all(answer.finished for answer in waiting.get(event.index, [])):
-                    answers = waiting.pop(event.index, None)
-                    if answers is not None:  # else it came with an event before
-                        file.add({"id": lines[event.index].id, "answers": [_row(answer) for answer in answers]})
-                        done, held = done + 1, held - len(answers)
-            progress(done, len(lines), tokens)
-    finally:
-        for answers in waiting.values():
-            for answer in answers:
-                engine.abort(answer)
-    return refused, tokens
-
-
-def _row(answer: Answer) -> dict[str, Any]:
-    completion = answer.completion()
-    row: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
-    if completion.logprobs is not None:
-        # Pairs, since JSON has no integer keys; null for a logarithm of 0, which it has not either.
-        number = lambda value: value if value > -float("inf") else None
-        row["logprobs"] = [
-            {"logprob": number(each.logprob), "top": [[token, number(value)] for token, value in each.top.items()]}
-            for each in completion.logprobs
-        ]
-    return row
+        return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        item = error.errors()[0]
+        flag = str(item["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{flag}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}") from None

@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from runtime.cli import _answer, main
+from runtime.cli import main
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
+from runtime.generate_command import _answer
 from runtime.request import SamplingParams
 from tests.runtime.test_text import TEMPLATE, byte_tokenizer
 from tests.runtime.tiny import CONFIG, tiny_model

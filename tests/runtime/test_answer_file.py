@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.answer_file import AnswerFile, answer_lines, left_to_answer, params_of, read_prompts
 from runtime.cli import main
 from runtime.config import ConfigError
-from runtime.generate_command import AnswerFile, answer_lines, left_to_answer, params_of, read_prompts
 from runtime.request import SamplingParams
 from tests.runtime.test_engine import check_idle, make_engine
 
