@@ -186,11 +186,13 @@ class Runner:
         context = int(arrays["seq_lens"].sum()) // seqs
         staged = self.steps.stage(sizes, context=context, max_query_len=bound)
         if staged is not None:
+            table = arrays.pop("block_table")
+            staged.arrays["block_table"][:, : table.shape[1]] = table  # no kernel reads a row past its sequence's pages
             for name, array in arrays.items():
                 staged.arrays[name][...] = array
             tokens, logits = staged()
         else:
-            tokens, logits = self.steps.at(context)(**_as_arguments(arrays, bound))
+            tokens, logits = self.steps.at(context)(**self._as_arguments(arrays, bound))
         logprobs = None
         if self._asks_more:
             tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})
@@ -221,10 +223,19 @@ class Runner:
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """The inputs of one step, on the host, at its real sizes."""
-        return _as_arguments(*self._step_arrays(step))
+        return self._as_arguments(*self._step_arrays(step))
+
+    def _as_arguments(self, arrays: Mapping[str, np.ndarray], max_query_len: int) -> dict[str, Any]:
+        """Tensors over the arrays; the block table at its full width, which graphs are made for."""
+        table = arrays["block_table"]
+        wide = np.zeros((len(table), self.num_columns), np.int32)
+        wide[:, : table.shape[1]] = table
+        tensors = {name: torch.from_numpy(array) for name, array in {**arrays, "block_table": wide}.items()}
+        return {**tensors, "max_query_len": max_query_len}
 
     def _step_arrays(self, step: Step) -> tuple[dict[str, np.ndarray], int]:
-        """The same as arrays, and ``max_query_len``."""
+        """The same as arrays, and ``max_query_len``. The block table is only as wide as the longest sequence: at a context of 131,072 the
+        rest of it would be most of a step's time on the host."""
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -232,6 +243,7 @@ class Runner:
         ids: list[int] = []
         unknown: list[int] = []  # positions of tokens that a step in flight is still sampling, and where they will be
         source_rows: list[int] = []
+        filled = self._table_filled
         for request, start, count, _, num_generated in step.rows:
             row, pages, tokens = request.row, request.pages, request.tokens
             if self._table_pages[row] is not pages or self._table_filled[row] != len(pages):
@@ -254,7 +266,7 @@ class Runner:
         return self._arrays(
             np.array(starts),
             np.array(counts),
-            self._table[rows],
+            self._table[:, : max([filled[row] for row in rows])][rows],
             input_ids=np.array(ids),
             token_source=token_source,
             temperature=self._temperature[rows],
@@ -382,11 +394,7 @@ class Runner:
             draws=zeros,
         )
         arrays["slot_mapping"] = np.full(size, -1, np.int64)
-        return _as_arguments(arrays, self.max_batch_tokens if prompts else bound)
-
-
-def _as_arguments(arrays: Mapping[str, np.ndarray], max_query_len: int) -> dict[str, Any]:
-    return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "max_query_len": max_query_len}
+        return self._as_arguments(arrays, self.max_batch_tokens if prompts else bound)
 
 
 def _free_host_bytes() -> int:

@@ -132,6 +132,28 @@ def test_a_token_still_being_sampled_is_taken_from_the_device(device: torch.devi
     assert answers(2) == answers(1)
 
 
+def test_a_short_sequence_after_a_long_one_reads_its_own_pages(device: torch.device) -> None:
+    """A captured step's table is written as wide as its longest sequence; behind that lies what an earlier step wrote."""
+    runner = make_runner(device, graph={"mode": "full", "capture_sizes": [2], "max_tokens": 2, "on_capture_error": "raise"})
+    runner.warmup()
+    rig = Rig(runner)
+
+    def run(length: int) -> list[int]:
+        request = rig.add(length, max_tokens=4)
+        while rig.scheduler.has_work:
+            step = rig.scheduler.schedule()
+            assert step is not None
+            rig.scheduler.complete(step, runner.read(runner.launch(step)))
+        return request.generated
+
+    alone = run(5)
+    run(50)
+    rig.count = 0  # the same prompt
+    beside = run(5)
+    assert alone == beside
+    assert sum(runner.steps.stats()["steps"]["full"].values()) >= 8
+
+
 def test_b005_b006_inputs_of_a_padded_step_agree(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five requests at the captured size 8: tokens are padded to 8, requests to the limit, in every input alike."""
     seen: list[dict[str, tuple[int, ...]]] = []
