@@ -67,6 +67,14 @@ def test_batches_in_the_readme_fit_the_demo() -> None:
     assert [_batch(text, config) for text in line.split()] == [(3, 0), (3, 100)]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_config_files_are_valid(path: Path) -> None:
+    from runtime.config import RuntimeConfig
+
+    config = RuntimeConfig.load(path)
+    assert config.scheduler.max_num_seqs <= config.graph.max_tokens
+
+
 def test_a_strangers_kernel_joins_the_suite_in_one_file(tmp_path: Path) -> None:
     """The file in extending.md, taken out and run: it passes, and its JSON names peers, errors and rates."""
     file, code = next((file, code) for file, code in blocks("extending.md") if file is not None)
