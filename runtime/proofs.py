@@ -131,7 +131,7 @@ def rests_on(module: torch.nn.Module, fingerprint: Mapping[str, str], settings: 
         return None
     try:
         frozen = hashlib.sha256(repr(_frozen_values(module)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    except (ValueError, RecursionError):  # a function whose variables are not set yet; objects nested without end
+    except Exception:  # of a user's __repr__, of a variable that a function holds and that is not set yet, of endless nesting
         return None
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     interpreted = os.environ.get("TRITON_INTERPRET", "0")
@@ -184,13 +184,20 @@ def _with_imports(packages: set[str]) -> set[str]:
     while todo:
         package = todo.pop()
         found.add(package)
-        inside = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
-        for value in [value for each in inside for value in vars(each).values()]:
-            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            other = home.partition(".")[0] if isinstance(home, str) else ""
-            if other not in found and _is_source(other):
-                todo.add(other)
+        modules = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+        for each in modules:
+            homes = {_home(value) for value in list(vars(each).values())} if isinstance(each, ModuleType) else set()
+            todo |= {home for home in homes if home not in found and _is_source(home)}
     return found
+
+
+def _home(value: Any) -> str:
+    """The package, or the module in none, that a value comes from by its own account."""
+    try:
+        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    except Exception:  # of a user's own way to give attributes
+        return ""
+    return home.partition(".")[0] if isinstance(home, str) else ""
 
 
 def _is_source(package: str) -> bool:

@@ -277,6 +277,28 @@ def test_an_object_that_does_not_say_what_it_holds_is_never_the_same(value: obje
     assert " at 0x" in _text(value, set())
 
 
+class Unruly:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+unruly = Unruly()
+
+
+def test_values_that_cannot_be_looked_at_keep_no_proofs_and_break_nothing(tmp_path: Path, proved: list[str]) -> None:
+    class Silent:
+        __slots__ = ()
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    for _ in range(2):
+        proved.clear()
+        start(tmp_path / "costs.json", Configured(SimpleNamespace(inner=SimpleNamespace(mixes=False), silent=Silent())))
+        assert len(proved) == 4
+    assert code_digest(Configured(Options(False))) is not None, "this file holds an object that raises when it is asked for its module"
+
+
 def test_functions_say_their_name_and_what_they_hold() -> None:
     def made(number: int) -> Callable[[], int]:
         return lambda: number
