@@ -93,7 +93,8 @@ def peer_runs(model: Any, batch: int, context: int, device: str, which: list[str
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             out = compiled(ids, positions)
-        runs[name] = lambda graph=graph, out=out, plain=plain: (graph.replay(), out)[1]  # plain: the graph reads its caches
+        # a graph does not keep alive what it reads: caches, ids and positions
+        runs[name] = lambda graph=graph, out=out, read=(plain, compiled, ids, positions): (graph.replay(), out)[1]
     return runs
 
 

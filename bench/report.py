@@ -67,19 +67,31 @@ def pivot(run: Run, rows: list[Row]) -> str:
     if roof:
         unit += f" (percent of the measured roof: {roof['gb_per_s'] / 1e3:.2f} TB/s copied, {roof['tflop_per_s']:.0f} TFLOP/s)"
     note = f" Absent: {', '.join(absent)}." if absent else ""
+    if run.machine.get("note"):
+        note += f" Note: {run.machine['note']}."
     return markdown(["", *peers], body) + f"\n{unit}. {_caption(run)}{note}\n"
 
 
 def script_table(name: str, folder: Path = RESULTS) -> str:
-    """The rows of a results file that a script wrote: pivoted by ``name`` if they have one, else as they are."""
+    """The rows of a results file that a script wrote: pivoted by ``name``, or by peer where they have ``tflops``, else as they are."""
     path = folder / f"{name}.json"
     if not path.exists():
         return f"*Not measured yet: no `bench/results/{name}.json`.*\n"
     data = json.loads(path.read_text())
     groups = data["rows"] if isinstance(data["rows"], dict) else {"": data["rows"]}
     parts = []
+    unit = "Microseconds"
     for title, rows in groups.items():
-        if rows and "name" in rows[0]:
+        if rows and "tflops" in rows[0]:
+            unit = "TFLOP/s"
+            rows = [row for row in rows if "tflops" in row]
+            peers = list(dict.fromkeys(peer for row in rows for peer in row["tflops"]))
+            keys = [key for key in ("case", "page_size") if key in rows[0]]
+            table = markdown(
+                [*keys, *peers],
+                [[*(str(row[key]) for key in keys), *(_plain(row["tflops"].get(peer)) for peer in peers)] for row in rows],
+            )
+        elif rows and "name" in rows[0]:
             keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
             names = list(dict.fromkeys(row["name"] for row in rows))
             lines: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -94,9 +106,7 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             table = markdown(keys, [[_plain(row.get(key)) for key in keys] for row in rows])
         parts.append((f"{title}\n\n" if title else "") + table)
     machine = data["machine"]
-    caption = (
-        f"Microseconds. {machine.get('gpu')}, torch {machine.get('torch')}, triton {machine.get('triton')}, commit {machine.get('commit')}"
-    )
+    caption = f"{unit}. {machine.get('gpu')}, torch {machine.get('torch')}, triton {machine.get('triton')}, commit {machine.get('commit')}"
     return "\n".join(parts) + f"\n{caption} (`bench/results/{name}.json`: `{data['command']}`).\n"
 
 

@@ -89,7 +89,8 @@ def roof() -> dict[str, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     runs = {
-        "copy": harness.graph_of([lambda: target.copy_(source)] * 10),
+        # by a kernel: copy_ becomes a node of the copy engine in a graph, which reaches 60% of what kernels do
+        "copy": harness.graph_of([lambda: torch.mul(source, 1.0, out=target)] * 10),
         "matmul": harness.graph_of([lambda: a @ b] * 10),
     }  # fmt: skip
     times = harness.interleaved_us(runs, calls=10)

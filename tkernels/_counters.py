@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tkernels._launch import is_binding
 
-EAGER_WORDS, CAPTURED_WORDS = 1 << 17, 1 << 18  # int32
+EAGER_WORDS, CAPTURED_WORDS = 1 << 17, 1 << 20  # int32; a 1B model takes some 1,300 a captured step of 5 to 64 rows
 _MOST = EAGER_WORDS // 1024  # of one launch: a device's queue holds about a thousand launches
 
 
