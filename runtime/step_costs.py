@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from runtime.config import ConfigError
 from runtime.costs import StepCosts
 from runtime.plan import PlanRow
 from runtime.runner import Runner
@@ -31,8 +32,14 @@ Progress = Callable[[int, int, str], None]
 def measure_steps(runner: Runner, progress: Progress | None = None, *, point_ms: float = _POINT_MS) -> dict[str, Any]:
     """Time the steps of a runner that has been warmed up. Returns what ``costs.load_table`` reads.
 
-    "check" in it: a few steps of other compositions, measured beside what the table says of them.
+    "check" in it: a few steps of other compositions, measured beside what the table says of them. Raises ConfigError when a step may hold
+    more tokens than a context.
     """
+    if runner.max_batch_tokens > runner.max_context:
+        raise ConfigError(
+            f"scheduler.max_batch_tokens: expected at most the longest context, {runner.max_context}, to time steps (a timed step holds one "
+            f"prompt's chunk), got {runner.max_batch_tokens}; lower it or raise scheduler.max_context"
+        )
     timer = _Timer(runner, point_ms)
     limits, largest = runner.config.scheduler, max(_eager_sizes(runner))
     short, base, long = (min(context, runner.max_context // part) for context, part in ((_SHORT, 8), (_CONTEXT, 2), (_LONG, 2)))

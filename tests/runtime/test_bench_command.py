@@ -74,6 +74,12 @@ def test_steps_are_really_timed(engine: Engine) -> None:
     assert engine.stats()["modes"]["step_sizes"] == {}, "timing counts no steps"
 
 
+def test_steps_longer_than_a_context_are_refused_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.runner, "max_batch_tokens", 257)
+    with pytest.raises(ConfigError, match=r"scheduler.max_batch_tokens: expected at most the longest context, 256.*got 257"):
+        measure_steps(engine.runner)
+
+
 def test_a_forced_mode_gives_the_same_tokens(engine: Engine) -> None:
     arguments = engine.runner.batch(3, 0)
     graphs = engine.runner.steps.captured(max_query_len=1)
