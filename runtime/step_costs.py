@@ -37,8 +37,8 @@ def measure_steps(runner: Runner, progress: Progress | None = None, *, point_ms:
     """
     if runner.max_batch_tokens > runner.max_context:
         raise ConfigError(
-            f"scheduler.max_batch_tokens: expected at most the longest context, {runner.max_context}, to time steps (a timed step holds one "
-            f"prompt's chunk), got {runner.max_batch_tokens}; lower it or raise scheduler.max_context"
+            f"scheduler.max_batch_tokens: expected at most the longest context, {runner.max_context}, to time steps (a timed step holds "
+            f"one prompt's chunk), got {runner.max_batch_tokens}; lower it or raise scheduler.max_context"
         )
     timer = _Timer(runner, point_ms)
     limits, largest = runner.config.scheduler, max(_eager_sizes(runner))
