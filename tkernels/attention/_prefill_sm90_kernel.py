@@ -204,12 +204,13 @@ def _wait_tile(tiles, k):
 
 @gluon.jit
 def _loader(
-    desc, table_ptr, ring, tiles, BARRIER: gl.constexpr, STAGES: gl.constexpr, CLEAN: gl.constexpr,
-    GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    desc, table_ptr, window, ring, tiles, BARRIER: gl.constexpr, STAGES: gl.constexpr, CLEAN: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Streams the K or the V blocks of every tile. A page id past the sequence's last page is never read: the last page stands in.
 
-    CLEAN (V): a block with slots past the sequence's length lands at the cleaner's barrier, not at the consumers'.
+    CLEAN (V): a block with slots that no query of the tile may see, those past the sequence's length and those before the window of its
+    first query, lands at the cleaner's barrier, not at the consumers'.
     """
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
@@ -224,6 +225,9 @@ def _loader(
         kv_head = _get(tiles, at, 2) // GROUP
         length = _get(tiles, at, 6)
         table_row = _get(tiles, at, 7)
+        start = 0  # the first key that a query of the tile sees
+        if CLEAN and HAS_WINDOW:
+            start = _get(tiles, at, 5) - window + 1
         mbarrier.arrive(tiles.empty.index(at), count=1)
         last_page = gl.maximum((length + PAGE - 1) // PAGE - 1, 0)
         block = blocks - 1
@@ -231,7 +235,10 @@ def _loader(
             stage = i % STAGES
             land = stage
             if CLEAN:
-                land += gl.where(length < (block + 1) * BLOCK_N, STAGES, 0)
+                dirty = length < (block + 1) * BLOCK_N
+                if HAS_WINDOW:
+                    dirty = dirty | (start > block * BLOCK_N)
+                land += gl.where(dirty, STAGES, 0)
             first_page = block * PAGES // BLOCKS
             row = table_ptr + table_row
             page = gl.load(row + gl.minimum(first_page, last_page))  # before the wait, which hides its latency
@@ -254,16 +261,46 @@ def _loader(
 
 
 @gluon.jit
-def _cleaner(ring, tiles, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Zeroes the rows of V past a sequence's length, which hold whatever a page's tail holds (0 · NaN is NaN), and gives the block on.
-
-    Only the first block of a tile has such rows. It is seen as the atoms of its 128-byte swizzle, 8 rows × 64 columns, one column of
-    atoms after another, so that a loop can index them. ``full[STAGES + i]`` is the barrier at which such a block lands in stage i.
-    """
-    ATOMS: gl.constexpr = BLOCK_N // 8  # in a column
+def _zero(atoms, first, last, base, begin, end, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zeroes the rows before ``begin`` and from ``end`` on in the atoms ``first`` to ``last`` of each column; base: first of the block."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    atoms = ring.blocks._reinterpret(DTYPE, [STAGES * (DIM // 64) * ATOMS, 8, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     row = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    for atom in range(first, last):
+        keep = row + atom * 8 < end
+        if begin is not None:
+            keep = keep & (row + atom * 8 >= begin)
+        for column in gl.static_range(DIM // 64):
+            part = atoms.index(base + column * (BLOCK_N // 8) + atom)
+            part.store(gl.where(keep[:, None], part.load(layout), 0.0).to(DTYPE))
+
+
+@gluon.jit
+def _clean(ring, stage, parities, begin, end, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for the block in ``stage``, zero its rows before ``begin`` (None: no such rows) and from ``end`` on, and give it on."""
+    ATOMS: gl.constexpr = BLOCK_N // 8  # in a column
+    atoms = ring.blocks._reinterpret(DTYPE, [STAGES * (DIM // 64) * ATOMS, 8, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    mbarrier.wait(ring.full.index(STAGES + stage), (parities >> stage) & 1)
+    base = stage * (DIM // 64) * ATOMS
+    if begin is not None:
+        _zero(atoms, 0, gl.minimum((begin + 7) // 8, ATOMS), base, begin, end, DTYPE, DIM, BLOCK_N)
+    _zero(atoms, end // 8, ATOMS, base, None, end, DTYPE, DIM, BLOCK_N)
+    fence_async_shared()  # written as usual, read by the tensor cores
+    mbarrier.arrive(ring.full.index(stage), count=1)
+    return parities ^ (1 << stage)
+
+
+@gluon.jit
+def _cleaner(
+    ring, tiles, window,
+    DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Zeroes the rows of V that no query of the tile may see, and gives the block on: those past a sequence's length hold whatever a page's
+    tail holds, those before the window whatever the next owner of a freed page wrote (0 · NaN is NaN).
+
+    Only the first block of a tile has rows of the one kind, and only its last block of the other. A block is seen as the atoms of its
+    128-byte swizzle, 8 rows × 64 columns, one column of atoms after another, so that a loop can index them. ``full[STAGES + i]`` is the
+    barrier at which such a block lands in stage i.
+    """
     i = 0
     k = 0
     parities = 0  # bit i: parity of the uses of the barrier of stage i
@@ -273,18 +310,19 @@ def _cleaner(ring, tiles, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.co
         blocks = _get(tiles, at, 0)
         low = _get(tiles, at, 1)
         length = _get(tiles, at, 6)
+        if HAS_WINDOW:
+            start = _get(tiles, at, 5) - window + 1
         mbarrier.arrive(tiles.empty.index(at), count=1)
-        valid = gl.maximum(length - (blocks - 1) * BLOCK_N, 0)
-        if (blocks > 0) & (valid < BLOCK_N):
-            stage = i % STAGES
-            mbarrier.wait(ring.full.index(STAGES + stage), (parities >> stage) & 1)
-            parities = parities ^ (1 << stage)
-            for atom in range(valid // 8, ATOMS):
-                for column in gl.static_range(DIM // 64):
-                    part = atoms.index((stage * (DIM // 64) + column) * ATOMS + atom)
-                    part.store(gl.where((row + atom * 8 < valid)[:, None], part.load(layout), 0.0).to(DTYPE))
-            fence_async_shared()  # written as usual, read by the tensor cores
-            mbarrier.arrive(ring.full.index(stage), count=1)
+        if HAS_WINDOW:
+            for j in range(0, blocks - low, gl.maximum(blocks - low - 1, 1)):  # the tile's first block and its last one
+                begin = start - (blocks - 1 - j) * BLOCK_N
+                end = gl.maximum(length - (blocks - 1 - j) * BLOCK_N, 0)
+                if (end < BLOCK_N) | (begin > 0):
+                    parities = _clean(ring, (i + j) % STAGES, parities, begin, end, DTYPE, DIM, BLOCK_N, STAGES)
+        else:
+            end = gl.maximum(length - (blocks - 1) * BLOCK_N, 0)
+            if (blocks > 0) & (end < BLOCK_N):
+                parities = _clean(ring, i % STAGES, parities, None, end, DTYPE, DIM, BLOCK_N, STAGES)
         i += blocks - low
         k += 1
 
@@ -602,9 +640,12 @@ def prefill_sm90_kernel(
                     NARROW, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HALF_DIAGONAL, STORE_BY_TMA,
                 ),
             ),
-            (_loader, (k_desc, table_ptr, ks, tiles, FIRST_BARRIER, K_STAGES, False, GROUP, DIM, PAGE, BLOCK_N)),
-            (_loader, (v_desc, table_ptr, vs, tiles, FIRST_BARRIER + K_STAGES, V_STAGES, True, GROUP, DIM, PAGE, BLOCK_N)),
-            (_cleaner, (vs, tiles, DTYPE, DIM, BLOCK_N, V_STAGES)),
+            (_loader, (k_desc, table_ptr, window, ks, tiles, FIRST_BARRIER, K_STAGES, False, GROUP, DIM, PAGE, BLOCK_N, HAS_WINDOW)),
+            (
+                _loader,
+                (v_desc, table_ptr, window, vs, tiles, FIRST_BARRIER + K_STAGES, V_STAGES, True, GROUP, DIM, PAGE, BLOCK_N, HAS_WINDOW),
+            ),
+            (_cleaner, (vs, tiles, window, DTYPE, DIM, BLOCK_N, V_STAGES, HAS_WINDOW)),
             (
                 _scheduler,
                 (

@@ -73,8 +73,8 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
         return f"page size {x.page_size}: expected one of {', '.join(map(str, _PAGES))}"
     if x.k_scale is not None or x.v_scale is not None:
         return "scales on the device: expected numbers or none for a cache of the queries' type"
-    if x.window or x.softcap:
-        return f"{'a window' if x.window else 'a soft cap'}: not in the Gluon kernel yet"
+    if x.window and x.softcap and x.dim > 64:
+        return f"a window with a soft cap at head dimension {x.dim}: registers would spill"
     for name, tensor in (("q", x.q), ("k_cache", x.k_cache), ("v_cache", x.v_cache), ("out", out)):
         problem = _tma_problem(tensor)
         if problem:
@@ -99,13 +99,15 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     from triton.experimental.gluon import language as gl
 
     tiles = _TILES[x.dim]
+    spare = 8 if x.softcap else 0  # registers that a consumer with a soft cap does not need, but the workers beside it
     return dict(
         DTYPE=gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16,
         HEADS=x.heads, GROUP=x.heads // x.kv_heads, DIM=x.dim, PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_N=tiles.block_n, Q_STAGES=tiles.q_stages, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-        CONSUMER_REGISTERS=tiles.consumer_registers, WORKER_REGISTERS=tiles.worker_registers, NARROW=False,
+        CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
+        NARROW=x.window > 0 or x.softcap > 0,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
-        HALF_DIAGONAL=x.causal and not x.window, STORE_BY_TMA=tiles.store_by_tma,
+        HALF_DIAGONAL=x.causal and not x.window and not x.softcap, STORE_BY_TMA=tiles.store_by_tma,
     )  # fmt: skip
 
 

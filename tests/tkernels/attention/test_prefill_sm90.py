@@ -58,8 +58,7 @@ def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: call(page_size=48), "page size 48"),
         (lambda: call(dtype=torch.float32), "float32 queries"),
         (lambda: call(k_scale=torch.ones(1)), "scales"),
-        (lambda: call(window=5), "window"),
-        (lambda: call(softcap=5.0), "soft cap"),
+        (lambda: call(dim=128, window=5, softcap=5.0), "a window with a soft cap"),
         (lambda: call(q=torch.zeros((32, 4, 66), dtype=torch.bfloat16)[..., :64]), r"q: strides \[264, 66, 1\]"),
         (lambda: call(q=torch.zeros(32 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(32, 4, 64)), "q: its address"),
         (lambda: call(k_cache=torch.zeros((1, 16, 2, 64), dtype=torch.bfloat16).expand(4, -1, -1, -1)), "k_cache: strides"),
@@ -82,7 +81,8 @@ def test_taken_calls() -> None:
     single = torch.zeros((4, 16, 64), dtype=torch.bfloat16).as_strided((4, 16, 1, 64), (1024, 64, 3, 1))
     for x in (
         call(), call(dtype=torch.float16), call(dim=128, page_size=256), call(q=qkv[:, :256].view(32, 4, 64)),
-        call(k_cache=both[:, 0], v_cache=both[:, 1]), call(k_cache=by_head, v_cache=by_head), call(k_cache=single, v_cache=single),
+        call(k_cache=both[:, 0], v_cache=both[:, 1]), call(window=5, softcap=5.0),
+        call(dim=128, window=5), call(dim=128, softcap=5.0), call(k_cache=by_head, v_cache=by_head), call(k_cache=single, v_cache=single),
     ):  # fmt: skip
         out = torch.zeros(x.q.shape, dtype=x.q.dtype)
         assert prefill_sm90.refusal(x, out, "sm_90") is None
@@ -128,6 +128,9 @@ def test_every_specialisation_compiles_without_spills() -> None:
         [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
         + [{"dim": dim, "causal": False, "sinks": True} for dim in (64, 128)]
         + [{"dim": dim, "dtype": "float16", "sinks": True, "lse": True} for dim in (64, 128)]
+        + [{"dim": dim, "window": 100, "lse": True} for dim in (64, 128)]
+        + [{"dim": dim, "softcap": 30.0, "sinks": True, "lse": True} for dim in (64, 128)]
+        + [{"dim": 64, "window": 100, "softcap": 30.0}, {"dim": 128, "softcap": 30.0, "causal": False}]
         + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4, "lse": True}]
     )
 
@@ -198,14 +201,38 @@ def test_group_ratios(taken, heads, kv_heads):
 
 @gpu
 @pytest.mark.parametrize(
-    "keywords", [{"causal": False}, {"sinks": True}, {"causal": False, "sinks": True}, {"k_scale": 0.5, "v_scale": 3.0}], ids=str
-)
+    "keywords",
+    [
+        {"causal": False}, {"sinks": True}, {"causal": False, "sinks": True}, {"k_scale": 0.5, "v_scale": 3.0},
+        {"window": 1}, {"window": 100}, {"window": 129, "sinks": True}, {"window": 5000},
+        {"softcap": 5.0}, {"softcap": 5.0, "causal": False},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_features(taken, dim, keywords):
     keywords = dict(keywords)
     if keywords.pop("sinks", False):
         keywords["sinks"] = torch.randn(8, device="cuda")
     verify(*RAGGED, dim=dim, extra_rows=3, **keywords)
+
+
+@gpu
+@pytest.mark.parametrize("freed", ["gone", "reused"])
+@pytest.mark.parametrize("window", [1, 40, 300])
+def test_pages_before_the_window_belong_to_others(taken, window, freed):
+    """What they hold, NaN too, changes no bit: not in the blocks that a tile skips, not in the one where its window begins."""
+    lens, query_lens = [700, 1500, 129], [100, 257, 129]
+    case = make_case(lens, query_lens, window=window, **SHAPE)
+    expected, expected_lse = attend(case)
+    check(case, expected, expected_lse)
+    for s, (length, query_len) in enumerate(zip(lens, query_lens, strict=True)):
+        start = max(length - query_len - window + 1, 0)  # the first key that a query sees
+        case.block_table[s, : start // 16] = -1 if freed == "gone" else 0  # page 0 is NaN
+        page = int(case.block_table[s, start // 16])
+        case.k_cache[page, : start % 16] = case.v_cache[page, : start % 16] = float("nan")
+    out, lse = attend(case)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
 @gpu
