@@ -12,6 +12,7 @@ import torch
 from tkernels import tune as tuning
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
+from tkernels.attention import prefill_sm90
 
 
 def info() -> None:
@@ -30,6 +31,8 @@ def info() -> None:
     )
     print(f"ops run {runs}")
     print(f"ops     {', '.join(sorted(_ops()))}")
+    absent = prefill_sm90.absence(target.arch)
+    print(f"gluon   prefill kernel {f'not in use: {absent}' if absent else 'in use where it applies'}")
     for name, archs in _tables().items():
         others = ", ".join(f"{arch} ({count} entries)" for arch, count in archs.items() if arch != target.arch)
         if target.arch in archs:

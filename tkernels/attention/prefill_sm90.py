@@ -57,6 +57,15 @@ def _gluon_problem() -> str | None:
     return None
 
 
+def absence(arch: str) -> str | None:
+    """Why no call is computed by the Gluon kernel here, or None. arch: as in tkernels._target."""
+    if arch != "sm_90":
+        return f"architecture {arch}: the kernel is for sm_90"
+    if not ENABLED:
+        return "switched off in tkernels.attention.prefill_sm90"
+    return _gluon_problem()
+
+
 def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
     """Why prefill.py computes this call, or None where the Gluon kernel does.
 

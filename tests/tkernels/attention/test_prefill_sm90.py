@@ -90,6 +90,14 @@ def test_taken_calls() -> None:
         assert "out: strides" in str(prefill_sm90.refusal(x, torch.zeros((*x.q.shape[:2], x.dim + 2)).bfloat16()[..., : x.dim], "sm_90"))
 
 
+@pytest.mark.usefixtures("_gluon_compiles")
+def test_absence_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for enabled in (True, False):
+        monkeypatch.setattr(prefill_sm90, "ENABLED", enabled)
+        assert "sm_80" in str(prefill_sm90.absence("sm_80"))
+        assert (prefill_sm90.absence("sm_90") is None) == enabled
+
+
 def test_refused_without_gluon() -> None:
     problem = prefill_sm90.refusal(call(), torch.zeros((32, 4, 64), dtype=torch.bfloat16), "sm_90")
     assert torch.cuda.is_available() or "Gluon" in str(problem) or "triton" in str(problem)
