@@ -66,16 +66,20 @@ class _Tail:
 
 @dataclass
 class _Staged:
-    """The same in a staging buffer, as numpy arrays: what to write, what to fill with what, which bytes to copy."""
+    """The same in a staging buffer, as numpy arrays: what to write, what to fill with what, which bytes to copy.
+
+    tails: with a number, which stays there; repeats: with the last real row, at each step.
+    """
 
     heads: dict[str, np.ndarray]
     tails: list[tuple[np.ndarray, Any]]
+    repeats: list[tuple[np.ndarray, np.ndarray]]
     source: torch.Tensor
     target: torch.Tensor
 
 
 @dataclass
-class _Layout:
+class Layout:
     """Everything about one pair of real and padded sizes, so that a step in it computes nothing."""
 
     views: dict[str, torch.Tensor]
@@ -83,6 +87,8 @@ class _Layout:
     tails: dict[str, list[_Tail]]
     used: dict[str, int]
     """Real rows of the inputs whose tail is tracked: dynamic in the first dimension alone, and padded with a number."""
+    unfilled: dict[str, int]
+    """The same inputs: none of their rows may be taken as padding."""
     staged: list[_Staged]
 
 
@@ -109,12 +115,15 @@ class Arena:
         with torch.inference_mode(False):
             self._block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
             self._staging = [torch.zeros(max(end, 1), dtype=torch.uint8, device="cpu", pin_memory=on_cuda) for _ in range(2)]
+        self.device = self._block.device  # with its index
         self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
+        self._stream: torch.cuda.Stream | None = None  # the newest copy's
         self._turn = 0
+        self._tails_in: list[_Staged | None] = [None, None]  # whose tails lie in each staging buffer
         self.handed_out = 0
         """How often a staging buffer was handed out: what had been got before is no longer the next step's."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         # Rows from _dirty[name] on hold the padding value already.
         self._dirty = {name: self._rows(name) for name in self.specs}
 
@@ -146,7 +155,8 @@ class Arena:
                 self._views[key] = {name: _cut(self._block, self._bytes_of(name, sizes), self.specs[name], sizes) for name in self.names}
         return self._views[key]
 
-    def _layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> _Layout:
+    def layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> Layout:
+        """What ``hand_out`` and ``send`` take, for a caller that keeps it from step to step."""
         key = self._key(real) + self._key(padded)
         layout = self._layouts.get(key)
         if layout is None:
@@ -156,11 +166,11 @@ class Arena:
                 layout = self._layouts[key] = self._make_layout(real, padded)
         return layout
 
-    def _make_layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> _Layout:
+    def _make_layout(self, real: Mapping[str, int], padded: Mapping[str, int]) -> Layout:
         views = self.views(padded)
         end = max((self._bytes_of(name, padded).stop for name in self.specs if views[name].numel()), default=0)
         heads, tails, used = {}, {}, {}
-        staged = [_Staged({}, [], block[:end], self._block[:end]) for block in self._staging]
+        staged = [_Staged({}, [], [], block[:end], self._block[:end]) for block in self._staging]
         for name, spec in self.specs.items():
             heads[name], tails[name] = self.real_part(name, views[name], real), _tails(spec, views[name], real)
             if spec.pad != "last" and [axis for axis, d in enumerate(spec.shape) if isinstance(d, Dim)] == [0]:
@@ -169,13 +179,14 @@ class Arena:
                 view = _cut(block, self._bytes_of(name, padded), spec, padded)
                 part.heads[name] = _numpy(self.real_part(name, view, real))
                 for tail in _tails(spec, view, real):
-                    fill = (
-                        tail.value
-                        if spec.dtype is not torch.bfloat16
-                        else _numpy(torch.tensor(tail.value, dtype=spec.dtype, device="cpu")).item()
-                    )
-                    part.tails.append((_numpy(tail.view), fill if tail.last is None else _numpy(tail.last)))
-        return _Layout(views, heads, tails, used, staged)
+                    if tail.last is not None:
+                        part.repeats.append((_numpy(tail.view), _numpy(tail.last)))
+                    elif spec.dtype is torch.bfloat16:
+                        bits = _numpy(torch.tensor(tail.value, dtype=spec.dtype, device="cpu"))
+                        part.tails.append((_numpy(tail.view), bits.item()))
+                    else:
+                        part.tails.append((_numpy(tail.view), tail.value))
+        return Layout(views, heads, tails, used, dict.fromkeys(used, _UNKNOWN), staged)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is that of the inputs."""
@@ -195,11 +206,19 @@ class Arena:
 
         Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
         """
-        event = self._copied[self._turn]
+        return self.hand_out(self.layout(real, padded))
+
+    def hand_out(self, layout: Layout) -> dict[str, np.ndarray]:
+        """``host`` for a layout; then call ``send`` with it."""
+        turn = self._turn
+        event = self._copied[turn]
         if event is not None:
             event.synchronize()
         self.handed_out += 1
-        return self._layout(real, padded).staged[self._turn].heads
+        staged = layout.staged[turn]
+        if self._tails_in[turn] is not staged:  # what is written now may lie over them
+            self._tails_in[turn] = None
+        return staged.heads
 
     def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies of what was written into ``host(…)``, as tensors on the host."""
@@ -211,17 +230,33 @@ class Arena:
 
         Returns the device views at the padded sizes. Does not wait for the copy.
         """
-        layout, event = self._layout(real, padded), self._copied[self._turn]
-        staged = layout.staged[self._turn]
-        for tail, fill in staged.tails:
-            tail[...] = fill
+        return self.send(self.layout(real, padded))
+
+    def send(self, layout: Layout) -> dict[str, torch.Tensor]:
+        """``upload`` of what was written into ``hand_out`` of the same layout."""
+        turn = self._turn
+        staged = layout.staged[turn]
+        if self._tails_in[turn] is not staged:
+            for tail, fill in staged.tails:
+                tail[...] = fill
+            self._tails_in[turn] = staged
+        for tail, last in staged.repeats:
+            tail[...] = last
         staged.target.copy_(staged.source, non_blocking=True)
+        event = self._copied[turn]
         if event is not None:
-            event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
-        self._turn ^= 1
-        for name in layout.used:  # past the padded rows now lies what the staging buffer held there
-            self._dirty[name] = _UNKNOWN
+            event.record(self._current_stream())
+        self._turn = turn ^ 1
+        self._dirty.update(layout.unfilled)  # past the padded rows now lies what the staging buffer held there
         return layout.views
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Of the arena's device, as the current device may be another one. The object of the step before while that is it: making one
+        takes longer than recording an event."""
+        stream = self._stream
+        if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
+            stream = self._stream = torch.cuda.current_stream(self.device)
+        return stream
 
     # -- filling from tensors -------------------------------------------------------------------------------------------------
 
@@ -232,7 +267,7 @@ class Arena:
         """
         if self.device.type == "cuda" and any([value.is_cpu for value in values.values()]):
             values = self._load_from_host(values, real, padded)
-        layout = self._layout(real, padded)
+        layout = self.layout(real, padded)
         for name, value in values.items():
             head = layout.heads[name]
             if value.data_ptr() != head.data_ptr():

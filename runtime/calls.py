@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.arena import Arena
+from runtime.arena import Arena, Layout
 from runtime.binding import Call
 from runtime.contract import same_bits
+from runtime.dispatch import Decision
 from runtime.graph import CaptureError
 from runtime.outputs import Borrowed
 from runtime.steps import Captured, KeySteps, Steps
@@ -29,6 +30,20 @@ class Route(NamedTuple):
     names: tuple[tuple[int, str], ...]
     sizes: dict[str, int]
     illegal: str
+
+
+class StagedRoute(NamedTuple):
+    """What is known of all staged steps with the same sizes, host values and measured context."""
+
+    key: KeySteps
+    decision: Decision
+    captured: Captured
+    sizes: dict[str, int]
+    layout: Layout
+
+    def is_current(self) -> bool:
+        """Whether its step was not reset, dropped or captured again."""
+        return self.key.captured.get((self.decision.mode, self.decision.size)) is self.captured
 
 
 def illegal_shape(key: KeySteps, call: Call) -> str:
@@ -88,14 +103,13 @@ def replay(
     return _rows(steps, key, captured, real, borrow)
 
 
-def replay_staged(
-    steps: Steps, key: KeySteps, captured: Captured, real: Mapping[str, int], *, poison: bool, borrow: bool | Collection[int]
-) -> Any:
+def replay_staged(steps: Steps, route: StagedRoute, *, poison: bool, borrow: bool | Collection[int]) -> Any:
     """The same on what was written into the arena's staging buffer."""
+    key, captured = route.key, route.captured
     steps.pool.follow()
-    views = key.arena.upload(real, captured.padded)
-    _run(steps, key, captured, views, real, poison)
-    return _rows(steps, key, captured, real, borrow)
+    views = key.arena.send(route.layout)
+    _run(steps, key, captured, views, route.sizes, poison)
+    return _rows(steps, key, captured, route.sizes, borrow)
 
 
 def _run(steps: Steps, key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int], poison: bool) -> None:

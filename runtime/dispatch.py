@@ -70,9 +70,12 @@ class Dispatcher:
         self.eager_reasons: Counter[str] = Counter()
         self._picks: dict[tuple[str, int, int], Decision] = {}
         self._buckets: dict[int | None, int] = {}
+        self.memo: dict[Any, Any] = {}
+        """For what a caller makes of decisions: forgotten together with them."""
 
     def changed(self) -> None:
         """Candidates or costs have changed: forget the decisions made so far."""
+        self.memo.clear()
         self._picks.clear()
         self._buckets.clear()
 
@@ -88,15 +91,20 @@ class Dispatcher:
     def pick(self, key: str, sizes: Mapping[str, int], illegal: str = "", context: int | None = None) -> Decision:
         """The decision, remembered where it can be; not counted."""
         n = sizes[self.token]
-        bucket = self._buckets.get(context)
-        if bucket is None:
-            bucket = self._buckets[context] = self.table.bucket(context)
+        bucket = self.bucket(context)
         pick = self._picks.get((key, n, bucket))
         if pick is None:
             pick = self._picks[key, n, bucket] = self.decide(key, {self.token: n}, brief=True, context=bucket)
         if illegal or (pick.mode != "eager" and not self._serves(key, pick, sizes)):
             pick = self.decide(key, sizes, illegal, brief=True, context=bucket)
         return pick
+
+    def bucket(self, context: int | None) -> int:
+        """The measured context whose costs decide at this one, remembered."""
+        bucket = self._buckets.get(context)
+        if bucket is None:
+            bucket = self._buckets[context] = self.table.bucket(context)
+        return bucket
 
     def _serves(self, key: str, pick: Decision, sizes: Mapping[str, int]) -> bool:
         """Whether a pick for the step's own size is one for its other sizes too."""

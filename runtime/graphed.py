@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
-from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
+from runtime.calls import Route, Staged, StagedRoute, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
@@ -41,6 +41,7 @@ MakeInputs = Callable[..., "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
 _MAX_ROUTES = 1 << 16
+_MAX_STAGED_ROUTES = 1 << 12
 _HOT = 8  # steps after which a lazily captured size is worth its capture
 
 
@@ -99,7 +100,6 @@ class GraphedModule(torch.nn.Module):
         self._steps: Steps | None = None
         self._dispatcher: Dispatcher | None = None
         self._routes: dict[tuple[Any, ...], Route] = {}
-        self._staging: dict[tuple[Any, ...], KeySteps] = {}
         self._lock = threading.RLock()
         self._hot: Counter[tuple[tuple[Any, ...], int]] = Counter()
         self._lists: dict[str, list[int]] = {}
@@ -340,53 +340,65 @@ class GraphedModule(torch.nn.Module):
         written, and nothing else of this module may run in between. None where the step takes no graph, or has arguments that are
         static or written: then make tensors and call the module, which counts the step.
         """
-        if sizes.keys() != self._size_names or min(sizes.values()) < 0:
-            raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
         steps, dispatcher = self._steps, self._dispatcher
         if steps is None or dispatcher is None:
+            self._check_sizes(sizes)
             return None
-        known_by = tuple([(name, value.__class__, repr(value)) for name, value in host.items()])
-        key = self._staging.get(known_by)
-        if key is None:
-            made = (key for key in steps.keys.values() if self._binding.host(host, key.specs) == key.host)
-            key = next(made, None)
-            if key is None:
+        known_by = (*sizes.items(), dispatcher.bucket(context), *[(n, v.__class__, repr(v)) for n, v in host.items()])
+        route: StagedRoute | None = dispatcher.memo.get(known_by)
+        if route is None or not route.is_current():
+            route = self._staged_route(steps, dispatcher, sizes, context, host)
+            if route is None:
                 return None
-            self._staging[known_by] = key
+            if len(dispatcher.memo) > _MAX_STAGED_ROUTES:
+                dispatcher.memo.clear()
+            dispatcher.memo[known_by] = route
+        if illegal_state(steps.device):
+            return None
+        arena = route.key.arena
+        arrays = arena.hand_out(route.layout)
+        return Staged(arrays, partial(self._run_staged, route, context, arena.handed_out))
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        if sizes.keys() != self._size_names or min(sizes.values()) < 0:
+            raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
+
+    def _staged_route(
+        self, steps: Steps, dispatcher: Dispatcher, sizes: Mapping[str, int], context: int | None, host: Mapping[str, Any]
+    ) -> StagedRoute | None:
+        self._check_sizes(sizes)
+        key = next((key for key in steps.keys.values() if self._binding.host(host, key.specs) == key.host), None)
+        if key is None:
+            return None
         unlike = key.alike and len({sizes[name] for name in key.alike}) > 1
-        if key.static or key.writes_arguments or unlike or illegal_state(steps.device):
+        if key.static or key.writes_arguments or unlike:
             return None
         decision = dispatcher.pick(key.text, sizes, "", context)
         captured = key.captured.get((decision.mode, decision.size))
         if captured is None:
             return None
-        arrays = key.arena.host(sizes, captured.padded)
-        return Staged(arrays, partial(self._run_staged, key, decision, captured, dict(sizes), context, key.arena.handed_out))
+        return StagedRoute(key, decision, captured, dict(sizes), key.arena.layout(sizes, captured.padded))
 
-    def _run_staged(
-        self,
-        key: KeySteps,
-        decision: Decision,
-        captured: Captured,
-        sizes: dict[str, int],
-        context: int | None,
-        handed_out: int,
-        arrays: dict[str, np.ndarray],
-    ) -> Any:
-        with self._lock, torch.no_grad():
-            steps, dispatcher = self._steps, self._dispatcher
-            is_there = key.captured.get((decision.mode, decision.size)) is captured  # not reset, dropped or captured again
-            if steps is None or dispatcher is None or not is_there or key.arena.handed_out != handed_out:
-                raise RuntimeError(
-                    "staged: another step of this module has been staged, run or captured since; call stage, write and run without one "
-                    "in between"
-                )
-            if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
-                tensors = key.arena.as_tensors(arrays)  # capturing again loads other inputs
-                self._moved(moved)
-                return self._call(context, *self._binding.build({n: tensors[n] for n in key.specs}, key.host))
-            dispatcher.count(key.text, sizes[dispatcher.token], decision)
-            return replay_staged(steps, key, captured, sizes, poison=self.config.graph.check == "poison", borrow=self.borrow)
+    def _run_staged(self, route: StagedRoute, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
+        with self._lock:
+            grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # what torch.no_grad does, in a tenth of its time
+            try:
+                steps, dispatcher, key = self._steps, self._dispatcher, route.key
+                if steps is None or dispatcher is None or not route.is_current() or key.arena.handed_out != handed_out:
+                    raise RuntimeError(
+                        "staged: another step of this module has been staged, run or captured since; call stage, write and run without "
+                        "one in between"
+                    )
+                check = self.config.graph.check
+                if (moved := steps.persistent.moved(sweep=check != "off")) is not None:
+                    tensors = key.arena.as_tensors(arrays)  # capturing again loads other inputs
+                    self._moved(moved)
+                    return self._call(context, *self._binding.build({n: tensors[n] for n in key.specs}, key.host))
+                dispatcher.count(key.text, route.sizes[dispatcher.token], route.decision)
+                return replay_staged(steps, route, poison=check == "poison", borrow=self.borrow)
+            finally:
+                torch._C._set_grad_enabled(grad)
 
     def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
         """Run a call in this mode, by the graph captured at this size, whatever would be picked; "eager" at its own size. Counts
@@ -503,7 +515,6 @@ class GraphedModule(torch.nn.Module):
             self._steps = self._dispatcher = self.plan = None
             self._hot.clear()
             self._routes.clear()
-            self._staging.clear()
 
     # -- questions ------------------------------------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class StepOutput:
         self._is_leaf = self._spec.is_leaf()
         self._is_tuple = type(output) is tuple and len(output) == len(self._leaves)
         self._tensors = [i for i, found in enumerate(dims) if found is not None]
-        self._cuts = [(i, axis, dim.name, dim.extra) for i, found in enumerate(dims) for axis, dim in (found or {}).items()]
+        self._cuts = [[(axis, dim.name, dim.extra) for axis, dim in (found or {}).items()] for found in dims]
 
     def of(self, output: Any, real: Mapping[str, int]) -> Any:
         """The real rows of another output of the same structure."""
@@ -186,11 +186,8 @@ class StepOutput:
         """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan); those that ``lent``
         numbers as a ``Loan``."""
         leaves = self._leaves.copy()
-        for i, axis, name, extra in self._cuts:
-            if i not in lent:
-                leaves[i] = leaves[i].narrow(axis, 0, real[name] + extra)
         for i in self._tensors:
-            leaves[i] = Loan(self, i, real, is_stale) if i in lent else each(leaves[i])
+            leaves[i] = Loan(self, i, real, is_stale) if i in lent else each(self.leaf(i, real))
         if self._is_leaf:
             return leaves[0]
         return tuple(leaves) if self._is_tuple else pytree.tree_unflatten(leaves, self._spec)
@@ -198,9 +195,8 @@ class StepOutput:
     def leaf(self, index: int, real: Mapping[str, int]) -> torch.Tensor:
         """One output's real rows, in the graph's own memory."""
         tensor = self._leaves[index]
-        for i, axis, name, extra in self._cuts:
-            if i == index:
-                tensor = tensor.narrow(axis, 0, real[name] + extra)
+        for axis, name, extra in self._cuts[index]:
+            tensor = tensor.narrow(axis, 0, real[name] + extra)
         return tensor
 
 

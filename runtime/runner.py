@@ -22,6 +22,7 @@ from runtime import ranks
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
+from runtime.outputs import Loan
 from runtime.plan import Plan, PlanRow
 from runtime.request import Request, TokenLogprob
 from runtime.sampler import Pending, SlotSampler
@@ -112,8 +113,9 @@ class Runner:
         # A request holds at most what the pool has, so a table needs no more columns than that (and never fewer: B048).
         self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
         self.num_columns = -(-self.max_context // self.page_size)
-        # Logits are lent: most steps do not look at them, and those that do look at once.
-        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=(1,))
+        # Lent: a step's tokens are copied at once to where they belong; most steps do not look at its logits, or at once.
+        lent = (0, 1)
+        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent)
         # One row for each running request, filled as its pages are given; a step's inputs are gathered from them.
         rows = self.max_num_seqs
         self._table = np.zeros((rows, self.num_columns), np.int32)
@@ -193,13 +195,15 @@ class Runner:
             tokens, logits = staged()
         else:
             tokens, logits = self.steps.at(context)(**self._as_arguments(arrays, bound))
+        if isinstance(tokens, Loan):
+            tokens = tokens.take()  # until the next step, which comes behind the copies below
         logprobs = None
         if self._asks_more:
             tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})
         self.module.last_tokens[: len(step.rows)].copy_(tokens)
         self._source_row = {each[0].number: row for row, each in enumerate(step.rows) if each[3]}
         if self.device.type != "cuda":
-            return Launched(tokens, None, logprobs)
+            return Launched(tokens.clone(), None, logprobs)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
