@@ -25,8 +25,8 @@ _MODES = ("auto", "full", "piecewise", "full", "piecewise", "eager")
 _COMPARED_WITH_MODULE = 7  # every so many steps
 
 
-Step = tuple[torch.Tensor, torch.Tensor]
-"""Tokens and logits."""
+Step = tuple[torch.Tensor | Loan, torch.Tensor | Loan]
+"""Tokens and logits; lent by a graph."""
 
 
 class Difference(AssertionError):
@@ -95,16 +95,16 @@ class Compared:
                 padded = key.captured[decision.mode, decision.size].padded
                 want = tuple(t[: call.sizes["seqs"]] for t in key.call(key.arena.load(inputs, call.sizes, padded)))
         where = f"step {number}, {call.sizes}, {decision}"
-        if not same_bits(got[0], want[0]):
-            raise Difference(f"{where}: its tokens are {got[0].tolist()}, uncaptured {want[0].tolist()}")
-        logits = got[1].take() if isinstance(got[1], Loan) else got[1]
+        tokens, logits = [output.take() if isinstance(output, Loan) else output for output in got]
+        if not same_bits(tokens, want[0]):
+            raise Difference(f"{where}: its tokens are {tokens.tolist()}, uncaptured {want[0].tolist()}")
         if not same_bits(logits, want[1]):
             raise Difference(f"{where}: its logits are not those of the callable not captured")
         for i, (cache, then) in enumerate(zip(self.caches, after, strict=True)):
             if not same_bits(cache, then):
                 raise Difference(f"{where}: cache {i} differs from what the callable not captured leaves")
         if before:
-            self._compare_with_module(got[0], {**arguments, **inputs}, before)
+            self._compare_with_module(tokens, {**arguments, **inputs}, before)
         self.modes[decision.mode] += 1
         self.sizes[call.sizes["tokens"]] += 1
         return got

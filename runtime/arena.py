@@ -265,9 +265,9 @@ class Arena:
 
         Host tensors go to another device in one packed copy. A value that is the arena's own memory already is not copied.
         """
-        if self.device.type == "cuda" and any([value.is_cpu for value in values.values()]):
-            values = self._load_from_host(values, real, padded)
         layout = self.layout(real, padded)
+        if self.device.type == "cuda" and any([value.is_cpu for value in values.values()]):
+            values = self._load_from_host(values, layout)
         for name, value in values.items():
             head = layout.heads[name]
             if value.data_ptr() != head.data_ptr():
@@ -277,21 +277,19 @@ class Arena:
             self._fill_tails(name, layout)
         return layout.views
 
-    def _load_from_host(
-        self, values: Mapping[str, torch.Tensor], real: Mapping[str, int], padded: Mapping[str, int]
-    ) -> dict[str, torch.Tensor]:
+    def _load_from_host(self, values: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
         """The packed copy. Returns the values that are on the device and still to be copied."""
-        arrays = self.host(real, padded)
+        arrays = self.hand_out(layout)
         rest = {}
         for name, value in values.items():
             if value.is_cpu:
                 arrays[name][...] = _numpy(value)
             else:
                 rest[name] = value
-        self.upload(real, padded)
+        self.send(layout)
         return rest
 
-    def _fill_tails(self, name: str, layout: _Layout) -> None:
+    def _fill_tails(self, name: str, layout: Layout) -> None:
         used = layout.used.get(name)
         if used is None:
             for tail in layout.tails[name]:

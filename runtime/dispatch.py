@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,10 +62,7 @@ class Dispatcher:
     def __init__(self, table: CostTable, *, mode: str = "auto", token: str = "tokens") -> None:
         self.table, self.mode, self.token = table, mode, token
         self.keys: dict[str, Candidates] = {}
-        self.steps: Counter[tuple[str, int]] = Counter()
-        self.padding: Counter[tuple[str, int]] = Counter()
-        self.step_sizes: Counter[int] = Counter()
-        self.steps_of_key: Counter[str] = Counter()
+        self._counts: dict[tuple[str, int, str, int], int] = {}  # one entry a step; what is asked of it is added up when asked
         self.unknown_keys: Counter[str] = Counter()
         self.eager_reasons: Counter[str] = Counter()
         self._picks: dict[tuple[str, int, int], Decision] = {}
@@ -113,15 +110,34 @@ class Dispatcher:
         return _fits(sizes, padded) and not (candidates.exact and _pads(sizes, padded))
 
     def count(self, key: str, n: int, pick: Decision) -> None:
-        at = pick.mode, pick.size
-        self.steps[at] += 1
-        self.padding[at] += pick.padding
-        self.step_sizes[n] += 1
-        self.steps_of_key[key] += 1
+        which = key, n, pick.mode, pick.size
+        self._counts[which] = self._counts.get(which, 0) + 1
         if pick.mode == "eager":
             self.eager_reasons[pick.reason] += 1
             if key not in self.keys:
                 self.unknown_keys[key] += 1
+
+    @property
+    def steps(self) -> Counter[tuple[str, int]]:
+        return self._added_up(lambda key, n, mode, size: (mode, size))
+
+    @property
+    def padding(self) -> Counter[tuple[str, int]]:
+        return self._added_up(lambda key, n, mode, size: (mode, size), lambda n, size: size - n)
+
+    @property
+    def step_sizes(self) -> Counter[int]:
+        return self._added_up(lambda key, n, mode, size: n)
+
+    @property
+    def steps_of_key(self) -> Counter[str]:
+        return self._added_up(lambda key, n, mode, size: key)
+
+    def _added_up(self, by: Callable[[str, int, str, int], Any], weight: Callable[[int, int], int] = lambda n, size: 1) -> Counter[Any]:
+        counts: Counter[Any] = Counter()
+        for (key, n, mode, size), count in list(self._counts.items()):  # a list: another thread may be counting
+            counts[by(key, n, mode, size)] += count * weight(n, size)
+        return counts
 
     def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False, context: int | None = None) -> Decision:
         """The decision with its reasons, uncounted. brief: without the alternatives."""
@@ -195,12 +211,13 @@ class Dispatcher:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: steps and padding rows by mode and size, and why steps ran eager."""
+        steps, padding, step_sizes = self.steps, self.padding, self.step_sizes
         return {
-            "steps": {mode: {s: c for (m, s), c in sorted(self.steps.items()) if m == mode} for mode in MODES},
-            "padding_rows": sum(self.padding.values()),
-            "padding_by_mode": {mode: sum(c for (m, _), c in self.padding.items() if m == mode) for mode in MODES},
-            "rows": sum(n * c for n, c in self.step_sizes.items()) + sum(self.padding.values()),
-            "step_sizes": dict(sorted(self.step_sizes.items())),
+            "steps": {mode: {s: c for (m, s), c in sorted(steps.items()) if m == mode} for mode in MODES},
+            "padding_rows": sum(padding.values()),
+            "padding_by_mode": {mode: sum(c for (m, _), c in padding.items() if m == mode) for mode in MODES},
+            "rows": sum(n * c for n, c in step_sizes.items()) + sum(padding.values()),
+            "step_sizes": dict(sorted(step_sizes.items())),
             "unknown_keys": dict(self.unknown_keys),
             "eager_reasons": dict(self.eager_reasons),
         }

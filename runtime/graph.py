@@ -235,6 +235,7 @@ class CudaPool:
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._stream = _capture_stream(self.device)
         self._last: torch.cuda.Stream | None = None  # where the newest step was put
+        self._last_raw = -1
         self._ranges: list[tuple[int, int]] = []
 
     def graph(self) -> CudaGraph:
@@ -299,11 +300,12 @@ class CudaPool:
         return [torch.full((1 << power,), 0xA5, dtype=torch.uint8, device=self.device) for power in range(9, 26)]
 
     def follow(self) -> None:
-        if self._last is None or self._last.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw != self._last_raw:
             stream = torch.cuda.current_stream(self.device)
             if self._last is not None:
                 stream.wait_stream(self._last)
-            self._last = stream
+            self._last, self._last_raw = stream, raw
 
     def synchronize(self) -> None:
         with _one_session:  # a device may not be waited for while any of its streams is being captured

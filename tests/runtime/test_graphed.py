@@ -616,6 +616,26 @@ def test_a_staged_step_runs_once_and_with_nothing_in_between(device: torch.devic
         late()
 
 
+def test_a_staged_step_follows_what_is_captured_now(device: torch.device) -> None:
+    fast = make(toys.Layers().to(device), mode="full", capture_sizes=[4])
+    fast.warmup(*toys.step(4, device))
+    level_costs(fast)
+    call = toys.step(3, device)
+    stage_and_run(fast, call)
+    steps, dispatcher = fast._steps, fast._dispatcher
+    assert steps is not None and dispatcher is not None
+    fast.recapture()
+    assert same_bits(stage_and_run(fast, call), fast(*call)), "the new graph"
+    dispatcher.mode = "eager"
+    dispatcher.changed()
+    assert fast.stage({"tokens": 3}) is None
+    dispatcher.mode = "full"
+    dispatcher.changed()
+    assert fast.stage({"tokens": 3}) is not None
+    steps.drop(next(iter(steps.keys.values())), "full", 4, "a test")
+    assert fast.stage({"tokens": 3}) is None, "not the graph that was dropped"
+
+
 def test_moved_weights_under_a_staged_step_are_captured_again_for_its_inputs(device: torch.device) -> None:
     module = toys.Layers().to(device)
     fast = make(module, mode="full")
