@@ -18,7 +18,7 @@ from runtime.calls import Staged
 from runtime.contract import same_bits
 from runtime.engine import Engine
 from runtime.graphed import GraphedModule
-from runtime.outputs import Loan
+from runtime.outputs import Loan, taken
 from runtime.request import SamplingParams
 
 _MODES = ("auto", "full", "piecewise", "full", "piecewise", "eager")
@@ -95,7 +95,7 @@ class Compared:
                 padded = key.captured[decision.mode, decision.size].padded
                 want = tuple(t[: call.sizes["seqs"]] for t in key.call(key.arena.load(inputs, call.sizes, padded)))
         where = f"step {number}, {call.sizes}, {decision}"
-        tokens, logits = [output.take() if isinstance(output, Loan) else output for output in got]
+        tokens, logits = map(taken, got)
         if not same_bits(tokens, want[0]):
             raise Difference(f"{where}: its tokens are {tokens.tolist()}, uncaptured {want[0].tolist()}")
         if not same_bits(logits, want[1]):

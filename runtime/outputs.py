@@ -215,6 +215,11 @@ class Loan(NamedTuple):
         return self.output.leaf(self.number, self.real)
 
 
+def taken(output: torch.Tensor | Loan) -> torch.Tensor:
+    """The output, whether a graph has lent it or an eager step has made it."""
+    return output.take() if isinstance(output, Loan) else output
+
+
 def cut_to_real(outputs: Any, dims: OutputDims, real: Mapping[str, int]) -> Any:
     """Views of the outputs' real rows, in the same structure."""
     leaves, spec = pytree.tree_flatten(outputs)

@@ -22,7 +22,7 @@ from runtime import ranks
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
-from runtime.outputs import Loan
+from runtime.outputs import taken
 from runtime.plan import Plan, PlanRow
 from runtime.request import Request, TokenLogprob
 from runtime.sampler import Pending, SlotSampler
@@ -195,8 +195,7 @@ class Runner:
             tokens, logits = staged()
         else:
             tokens, logits = self.steps.at(context)(**self._as_arguments(arrays, bound))
-        if isinstance(tokens, Loan):
-            tokens = tokens.take()  # until the next step, which comes behind the copies below
+        tokens = taken(tokens)  # until the next step, which comes behind the copies below
         logprobs = None
         if self._asks_more:
             tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})

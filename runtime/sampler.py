@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import tkernels
-from runtime.outputs import Loan
+from runtime.outputs import Loan, taken
 from runtime.request import Request, RequestError, SamplingParams, TokenLogprob
 from runtime.scheduler import Chunk, Step
 
@@ -131,8 +131,7 @@ class SlotSampler:
 
         tokens [seqs], logits [seqs, vocab]: what the step gave. masks: by request number, what masks allow for this token.
         """
-        if isinstance(logits, Loan):
-            logits = logits.take()  # until the next step, which comes behind all this
+        logits = taken(logits)  # until the next step, which comes behind all this
         adjusted = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.samples and chunk.request.adjusts]
         if adjusted:
             index, drawn = self._draw(adjusted, logits, masks)

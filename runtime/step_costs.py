@@ -18,6 +18,7 @@ import torch
 
 from runtime.config import ConfigError
 from runtime.costs import StepCosts
+from runtime.outputs import taken
 from runtime.plan import PlanRow
 from runtime.runner import Runner
 
@@ -147,8 +148,8 @@ class _Timer:
         device = runner.device
 
         def step() -> None:
-            output = runner.steps.run_as(mode, size, **arguments)
-            tokens = output[0] if isinstance(output, tuple) else output
+            tokens, _ = runner.steps.run_as(mode, size, **arguments)
+            tokens = taken(tokens)
             runner.module.last_tokens[: len(tokens)].copy_(tokens)
             if device.type == "cuda":
                 torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True).copy_(tokens, non_blocking=True)

@@ -16,6 +16,7 @@ from runtime.cli import main
 from runtime.config import ConfigError
 from runtime.costs import table_of
 from runtime.engine import Engine
+from runtime.outputs import taken
 from runtime.request import SamplingParams
 from runtime.serve_trace import DeviceClock, cut, prompts_of, serve
 from runtime.simulate import Arrival
@@ -84,8 +85,9 @@ def test_a_forced_mode_gives_the_same_tokens(engine: Engine) -> None:
     arguments = engine.runner.batch(3, 0)
     graphs = engine.runner.steps.captured(max_query_len=1)
     assert set(graphs) == {("full", 1), ("full", 4), ("piecewise", 1), ("piecewise", 4)}
-    outputs = [engine.runner.steps.run_as(mode, size, **arguments) for mode, size in (("eager", 3), ("full", 4), ("piecewise", 4))]
-    tokens = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    tokens = []
+    for mode, size in (("eager", 3), ("full", 4), ("piecewise", 4)):
+        tokens.append(taken(engine.runner.steps.run_as(mode, size, **arguments)[0]).clone())
     assert all(torch.equal(tokens[0], each) for each in tokens)
     with pytest.raises(ValueError, match="nothing was captured for the host values"):
         engine.runner.steps.run_as("full", 4, **{**arguments, "max_query_len": 3})
