@@ -9,7 +9,8 @@ Llama-1B shape with random weights unless --small. Parts:
 - modes: one decode step, back to back: ours full, piecewise and eager, ``torch.compile(mode="reduce-overhead")``, Inductor in one graph;
 - startup: captures of each mode alone, and what a call adds on the host, with tensors or staged (as the engine does). Host time is what a
   call takes with the device idle before it; "adds" is that less the launch of the graphs alone; of a piece: the launch of all less the
-  splitting ops alone, divided by the pieces; "sweep" is the part of it that looks at the module's parameters and values;
+  splitting ops alone, divided by the pieces; of what a staged step adds, "sweep" is the look at the module's parameters and values,
+  "stage", "write" and "send" are making its arrays ready, filling them, and the copy to the device;
 - random: random serving steps, each compared bit for bit with the callable not captured, on a small model (bench/random_steps.py);
 - regret: every step size timed again in every mode, pick against best, for each context;
 - split: start-up and piecewise step time of both ways to cut, the FX graph and the capture.
@@ -22,6 +23,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,30 +163,42 @@ def startup_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> I
             inputs = runner.batch(batch, 0)
             decision = steps.explain(**inputs)
             if decision.mode == mode:
-                row[f"batch {batch}"] = _host_row(steps, inputs, key.captured[decision.mode, decision.size].step)
+                row[f"batch {batch}"] = _host_row(steps, inputs, key.arena, key.captured[decision.mode, decision.size])
         steps.reset()
         yield row
         del runner, steps, keys, key
         _free()
 
 
-def _host_row(steps: Any, inputs: dict[str, Any], step: Any) -> Row:
+def _host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any) -> Row:
+    step, padded = captured.step, captured.padded
     arrays = {name: t.numpy() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    sizes = {"tokens": len(arrays["input_ids"]), "seqs": len(arrays["seq_lens"])}
 
-    def staged_step() -> None:
-        staged = steps.stage({"tokens": len(arrays["input_ids"]), "seqs": len(arrays["seq_lens"])}, max_query_len=inputs["max_query_len"])
+    def stage() -> Any:
+        return steps.stage(sizes, max_query_len=inputs["max_query_len"])
+
+    def write(staged: Any) -> None:
         for name, array in arrays.items():
             staged.arrays[name][...] = array
+
+    def staged_step() -> None:
+        staged = stage()
+        write(staged)
         staged()
 
+    layout = arena.layout(sizes, padded)
+    parts = {
+        "stage_us": host_us(stage), "write_us": host_us(partial(write, stage())), "send_us": host_us(lambda: arena.send(layout)),
+        "sweep_us": host_us(steps._steps.persistent.moved),
+    }  # fmt: skip
     call, staged, replay = host_us(lambda: steps(**inputs)), host_us(staged_step), host_us(step.replay)
-    sweep = host_us(steps._steps.persistent.moved)
     calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
     splits = host_us(lambda: [run() for run in calls]) if calls else 0.0
     pieces = len(step.graphs)
     return {
         "call_us": call, "staged_us": staged, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": staged - replay,
-        "sweep_us": sweep, "pieces": pieces, "splitting_ops_us": splits,
+        **parts, "pieces": pieces, "splitting_ops_us": splits,
         "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
     }  # fmt: skip
 
