@@ -152,6 +152,8 @@ class Scheduler:
         if preempted is None:
             return None
         num_tokens = len(chunks)
+        if not chunks and not allowance and (admitting or self._prefilling):  # every decode sits out for want of a page: prompts go on instead
+            allowance = self.max_batch_tokens
         if allowance > 0:
             num_tokens += self._give_prompts(chunks, allowance, admitting and not preempted)
             if not chunks and not decode:  # the waiting request that was to run alone is not admitted

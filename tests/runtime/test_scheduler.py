@@ -518,6 +518,23 @@ def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
     rig.check_end()
 
 
+def test_prompts_go_on_when_the_only_decode_waits_for_their_page() -> None:
+    """The short request overtakes the long one, then needs a page that only the long one can give back, in a step of decodes alone."""
+    rig = Rig(
+        num_pages=5, page_size=3, max_num_seqs=2, max_batch_tokens=2, prefix_cache=False, max_context=24, reserve=False, overtake_ms=3.0,
+        policy=lambda load: Composition(load.skipped or not load.decodes, 0 if load.skipped else min(load.prompt_tokens, 1)),
+    )  # fmt: skip
+    rig.add(7, 1)
+    rig.add(1, 4)
+    for _ in range(100):
+        step = rig.scheduler.schedule()
+        if step is None:
+            break
+        rig.scheduler.complete(step, rig.runner.launch(step, {}))
+    assert not rig.scheduler.has_work
+    rig.check_end()
+
+
 @pytest.mark.parametrize("policy", ["static", "cost"])
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_decision_for_256_requests_is_quick(policy: str, waiting: bool) -> None:
