@@ -152,7 +152,7 @@ class Scheduler:
         if preempted is None:
             return None
         num_tokens = len(chunks)
-        if not chunks and not allowance and (admitting or self._prefilling):  # every decode sits out for want of a page: prompts go on instead
+        if not chunks and not allowance and (admitting or self._prefilling):  # every decode sits out for want of a page
             allowance = self.max_batch_tokens
         if allowance > 0:
             num_tokens += self._give_prompts(chunks, allowance, admitting and not preempted)
