@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -143,7 +145,12 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def write_results(path: str | Path, command: str, rows: Any, **extra: Any) -> None:
-    """A results file: machine, the command that made it, the rows."""
+    """A results file: machine, the command that made it (``command`` with the arguments that it was given), the rows."""
+    given = sys.argv[1:]
+    if "--out" in given:  # where the file lay says nothing
+        at = given.index("--out")
+        del given[at : at + 2]
+    command = shlex.join([*command.split(), *given])
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({"machine": machine(), "command": command, **extra, "rows": rows}, indent=1) + "\n")

@@ -17,7 +17,7 @@ from tkernels._linear_kernels import launch
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels._triton import cdiv, tl, triton
-from tkernels.linear import MAX_ROWS, choose, linear, linear_ref, streamable
+from tkernels.linear import MAX_ROWS, check, choose, linear, linear_ref, streamable
 from tkernels.rmsnorm import rms_norm
 
 _BLOCK = 1024
@@ -46,18 +46,11 @@ def _best_kernel(keys_ptr, tokens_ptr, rows, num_keys, BLOCK: tl.constexpr):
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 1e-6) -> None:
-    _checks.check_float("x", x)
     if weight.dim() != 2 or not weight.shape[0]:
         raise ValueError(f"weight: expected [vocab, in_features] with a vocab of at least 1, got {list(weight.shape)}")
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x: expected [rows, {weight.shape[1]}] like weight's last dimension, got {list(x.shape)}")
-    _checks.check_dtype("weight", weight, x.dtype, "like x")
-    _checks.check_device("weight", weight, x, "x")
-    if norm_weight is not None:
-        _checks.check_shape("norm_weight", norm_weight, (weight.shape[1],), "like x's last dimension")
-        _checks.check_float("norm_weight", norm_weight)
-        _checks.check_last_stride("norm_weight", norm_weight)
-        _checks.check_device("norm_weight", norm_weight, x, "x")
+    check(x, weight, norm_weight=norm_weight)
 
 
 def _linear_argmax(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:

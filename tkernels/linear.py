@@ -70,7 +70,7 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     return tile
 
 
-def _check(
+def check(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -118,7 +118,7 @@ def _linear(
     gated: bool = False,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    _check(x, weight, bias, norm_weight, residual, gated)
+    check(x, weight, bias, norm_weight, residual, gated)
     n, k = weight.shape
     rows = x.numel() // k if k else 0
     if 0 < rows <= MAX_ROWS and streamable(x, weight, bias, residual):
@@ -161,7 +161,7 @@ _linear_op = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, Tensor? residual=None, bool gated=False, "
     "float eps=1e-6) -> Tensor",
     kernel=_linear,
-    reference=_checks.checked(_check, linear_ref),
+    reference=_checks.checked(check, linear_ref),
     fake=_fake,
 )
 

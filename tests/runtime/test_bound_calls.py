@@ -65,6 +65,13 @@ def test_replay_runs_the_bound_call_and_equals_the_module(device: torch.device, 
     assert fast.stats()["steps"]["piecewise"] == {2: 1, 4: 2}
 
 
+def _refused(bind: Bind, device: torch.device, offer: Callable[[Bind], None]) -> None:
+    offer(bind)
+    fast = toys.make(toys.Layers().to(device), mode="piecewise", on_capture_error="raise")
+    with pytest.raises(CaptureError, match=NOT_THE_OP):
+        fast.warmup(*toys.step(4, device))
+
+
 def test_a_bound_call_that_reads_other_memory_fails_its_proof(device: torch.device, offer: Callable[[Bind], None]) -> None:
     def bind(allocate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
         x, factor = args[0], args[1].clone()  # of the day: later steps have other factors
@@ -75,10 +82,7 @@ def test_a_bound_call_that_reads_other_memory_fails_its_proof(device: torch.devi
         repeat()
         return repeat
 
-    offer(bind)
-    fast = toys.make(toys.Layers().to(device), mode="piecewise", on_capture_error="raise")
-    with pytest.raises(CaptureError, match=NOT_THE_OP):
-        fast.warmup(*toys.step(4, device))
+    _refused(bind, device, offer)
 
 
 def test_a_bound_call_that_keeps_state_in_its_workspace_fails_its_proof(device: torch.device, offer: Callable[[Bind], None]) -> None:
@@ -92,10 +96,7 @@ def test_a_bound_call_that_keeps_state_in_its_workspace_fails_its_proof(device: 
         repeat()
         return repeat
 
-    offer(bind)
-    fast = toys.make(toys.Layers().to(device), mode="piecewise", on_capture_error="raise")
-    with pytest.raises(CaptureError, match=NOT_THE_OP):
-        fast.warmup(*toys.step(4, device))
+    _refused(bind, device, offer)
 
 
 def test_the_proof_leaves_weights_and_static_arguments_alone(device: torch.device, offer: Callable[[Bind], None]) -> None:
