@@ -86,12 +86,15 @@ def merge_states(m, l, acc, mb, lb, accb, AXIS: tl.constexpr):
 
 @triton.jit
 def finish(m, l, sink, v_factor, HAS_SINKS: tl.constexpr):
-    """(factor for acc, natural LSE) of a finished state [M], with the sink's logit ``sink`` [M] in base 2 in the denominator."""
+    """(factor for acc, natural LSE) of a finished state [M], with the sink's logit ``sink`` [M] (natural) in the denominator.
+
+    The change of base is an explicit fma too: left to itself, the compiler fuses it with the subtraction in one caller and not in another.
+    """
     if HAS_SINKS:
-        m_new = tl.maximum(m, sink)
+        m_new = tl.maximum(m, sink * 1.4426950408889634)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         factor = tl.math.exp2(m - base)
-        l = tl.fma(l, factor, tl.math.exp2(sink - base))
+        l = tl.fma(l, factor, tl.math.exp2(tl.fma(sink, 1.4426950408889634, -base)))
         m = m_new
     else:
         factor = 1.0

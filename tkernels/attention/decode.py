@@ -119,7 +119,7 @@ def _decode_kernel(
     if HAS_V_SCALE:
         v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head_m).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head_m).to(tl.float32)
     else:
         sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     q_head = q_ptr + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
@@ -331,7 +331,7 @@ def _combine_kernel(
                 v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
             sink = float("-inf")
             if HAS_SINKS:
-                sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
+                sink = tl.load(sinks_ptr + query_head).to(tl.float32)
             factor, lse = finish(m, l, sink, v_factor, HAS_SINKS)
             out = cast(acc * factor, out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * stride_ot + query_head * stride_oh + offs_d, out, mask=offs_d < DIM)

@@ -179,7 +179,7 @@ def _prefill_kernel(
                 PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
             )  # fmt: skip
         if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head_m).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks_ptr + head_m).to(tl.float32)
             sink = tl.where(length > 0, sink, float("-inf"))
         else:
             sink = m
