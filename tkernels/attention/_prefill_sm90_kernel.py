@@ -105,7 +105,7 @@ def _put(tiles, stage, field: gl.constexpr, value):
 @gluon.jit
 def _scheduler(
     q_desc, cu_ptr, lens_ptr, counter_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, tiles,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     MIN_QUERY: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Longest first: levels of length (powers of two) from the top; in a level one (sequence, KV head) after another, which keeps its
@@ -170,12 +170,10 @@ def _scheduler(
             _put(tiles, stage, 6, length)
             _put(tiles, stage, 7, s * stride_bt)
             mbarrier.arrive(tiles.full.index(stage), count=1)
-            q_stage = k % Q_STAGES
-            mbarrier.wait(q_empty.index(q_stage), ((k // Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(q_stage), TILE * DIM * 2)
+            mbarrier.wait(q_empty, (k & 1) ^ 1)
+            mbarrier.expect(q_full, TILE * DIM * 2)
             for w in gl.static_range(WARPGROUPS):
-                to = q_shared.index(q_stage * WARPGROUPS + w)
-                tma.async_copy_global_to_shared(q_desc, [first_row + token + w * ROWS, head, 0], q_full.index(q_stage), to)
+                tma.async_copy_global_to_shared(q_desc, [first_row + token + w * ROWS, head, 0], q_full, q_shared.index(w))
             k += 1
             item = _next_item(counter_ptr, items)
         else:
@@ -452,7 +450,7 @@ def _consumer(
     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
     q_shared, out_shared, q_full, q_empty, ks, vs, tiles, WG: gl.constexpr,
     DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr, STORE_BY_TMA: gl.constexpr,
 ):  # fmt: skip
@@ -482,9 +480,8 @@ def _consumer(
             open_low = gl.minimum(gl.maximum(open_low, low), full)
         stage = i % K_STAGES
         none = gl.full([ROWS], 0.0, gl.float32, offs_m.type.layout)
-        q_stage = k % Q_STAGES
-        q = q_shared.index(q_stage * WARPGROUPS + WG)
-        mbarrier.wait(q_full.index(q_stage), (k // Q_STAGES) & 1)
+        q = q_shared.index(WG)
+        mbarrier.wait(q_full, k & 1)
         mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
         if HALF_DIAGONAL and WG == 0:
             if first_position - base + ROWS <= BLOCK_N // 2:  # no row sees the right half of this block
@@ -522,7 +519,7 @@ def _consumer(
                     qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
                 i += 1
-        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        mbarrier.arrive(q_empty, count=1)
         v_stage = (i - 1) % V_STAGES
         p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
         mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
@@ -585,7 +582,7 @@ def prefill_sm90_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, counter_ptr,
     num_seqs, capacity, window, qk_scale, softcap, v_factor, stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
     DTYPE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, MIN_QUERY: gl.constexpr,
-    BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr, STORE_BY_TMA: gl.constexpr,
 ):  # fmt: skip
@@ -593,7 +590,7 @@ def prefill_sm90_kernel(
     [1, min(PAGE, BLOCK_N), 1, DIM]. counter_ptr: an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES * WARPGROUPS, ROWS, DIM], layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], layout)
     k_blocks = gl.allocate_shared_memory(DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
     v_blocks = gl.allocate_shared_memory(DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
     if STORE_BY_TMA:
@@ -601,16 +598,15 @@ def prefill_sm90_kernel(
         out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], gl.NVMMASharedLayout(64, 16, rank=2))
     else:
         out_shared = q_shared  # not used
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [2 * V_STAGES, 1], barrier)  # the second half is the cleaner's
     tile_full = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
     tile_empty = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
     words = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=WARPGROUPS)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=WARPGROUPS)
     for stage in gl.static_range(TILE_STAGES):
         mbarrier.init(tile_full.index(stage), count=1)
         mbarrier.init(tile_empty.index(stage), count=WARPGROUPS + 3)
@@ -628,7 +624,7 @@ def prefill_sm90_kernel(
                 _consumer,
                 (
                     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
-                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 0, DTYPE, DIM, BLOCK_N, Q_STAGES, K_STAGES, V_STAGES,
+                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 0, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES,
                     NARROW, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HALF_DIAGONAL, STORE_BY_TMA,
                 ),
             ),
@@ -636,7 +632,7 @@ def prefill_sm90_kernel(
                 _consumer,
                 (
                     out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
-                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 1, DTYPE, DIM, BLOCK_N, Q_STAGES, K_STAGES, V_STAGES,
+                    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, 1, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES,
                     NARROW, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HALF_DIAGONAL, STORE_BY_TMA,
                 ),
             ),
@@ -650,7 +646,7 @@ def prefill_sm90_kernel(
                 _scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, counter_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, tiles,
-                    HEADS, GROUP, DIM, BLOCK_N, Q_STAGES, MIN_QUERY, CAUSAL, HAS_WINDOW,
+                    HEADS, GROUP, DIM, BLOCK_N, MIN_QUERY, CAUSAL, HAS_WINDOW,
                 ),
             ),
         ],

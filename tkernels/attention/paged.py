@@ -40,7 +40,7 @@ def _attend(
             lse.fill_(float("-inf"))
         return
     if max_query_len > QUERY_LEN:  # first: its programs run longest
-        if prefill_sm90.ENABLED and prefill_sm90.refusal(inputs, out, target_of(out.device).arch) is None:
+        if prefill_sm90.refusal(inputs, out, target_of(out.device).arch) is None:
             prefill_sm90.prefill_sm90(inputs, out, lse, QUERY_LEN + 1)
         else:
             prefill(inputs, out, lse, QUERY_LEN + 1)

@@ -18,7 +18,7 @@ from tkernels._triton import HAVE_TRITON, INTERPRETED
 from tkernels.attention._common import LOG2_E
 from tkernels.attention._inputs import Inputs
 
-ENABLED = False  # not chosen until it has been measured on a GPU
+ENABLED = True  # False: every call that is made or captured from then on goes to prefill.py, to compare the two
 _TILE = 128  # query tokens of a tile, as in the kernel
 
 
@@ -27,7 +27,6 @@ class Sm90Tiles:
     """What a shape asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
 
     block_n: int  # keys of a block
-    q_stages: int = 2  # tiles of queries that are resident: with 2 the next tile's are loaded while one is computed
     k_stages: int  # K and V blocks that are resident; their sum is at most 8
     v_stages: int
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
@@ -62,7 +61,7 @@ def absence(arch: str) -> str | None:
     if arch != "sm_90":
         return f"architecture {arch}: the kernel is for sm_90"
     if not ENABLED:
-        return "switched off in tkernels.attention.prefill_sm90"
+        return "switched off by tkernels.attention.prefill_sm90.ENABLED"
     return _gluon_problem()
 
 
@@ -72,8 +71,9 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
     Depends on the device, the model's shape, strides and features alone, never on lengths or the batch, so that a sequence gets the same
     bits in every batch. arch: as in tkernels._target.
     """
-    if arch != "sm_90":
-        return f"architecture {arch}: the kernel is for sm_90"
+    problem = absence(arch)
+    if problem:
+        return problem
     if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != x.q.dtype:
         return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected float16 or bfloat16 for both"
     if x.dim not in _TILES:
@@ -88,7 +88,7 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
         problem = _tma_problem(tensor)
         if problem:
             return f"{name}: {problem}"
-    return _gluon_problem()
+    return None
 
 
 def _tma_problem(tensor: torch.Tensor) -> str | None:
@@ -112,7 +112,7 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     return dict(
         DTYPE=gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16,
         HEADS=x.heads, GROUP=x.heads // x.kv_heads, DIM=x.dim, PAGE=x.page_size, MIN_QUERY=min_query,
-        BLOCK_N=tiles.block_n, Q_STAGES=tiles.q_stages, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+        BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
         NARROW=x.window > 0 or x.softcap > 0,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,

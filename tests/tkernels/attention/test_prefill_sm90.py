@@ -96,6 +96,8 @@ def test_absence_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefill_sm90, "ENABLED", enabled)
         assert "sm_80" in str(prefill_sm90.absence("sm_80"))
         assert (prefill_sm90.absence("sm_90") is None) == enabled
+        problem = prefill_sm90.refusal(call(), torch.zeros((32, 4, 64), dtype=torch.bfloat16), "sm_90")
+        assert (problem is None) if enabled else ("switched off" in str(problem))
 
 
 def test_refused_without_gluon() -> None:
@@ -148,7 +150,7 @@ def test_every_specialisation_compiles_without_spills() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[Any]]:
-    """The kernel is chosen; its launches are listed."""
+    """Launches of the kernel, which the op must choose."""
     launches: list[Any] = []
     launch = prefill_sm90.prefill_sm90
 
@@ -156,7 +158,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[Any]]:
         launches.append(launch(*arguments))
         return launches[-1]
 
-    monkeypatch.setattr(prefill_sm90, "ENABLED", True)
     monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", listed)
     faulthandler.dump_traceback_later(120, exit=True)
     yield launches
