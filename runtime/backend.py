@@ -22,7 +22,7 @@ from torch import fx
 from runtime.config import CompileConfig, ConfigError, RuntimeConfig
 from runtime.fxnodes import storage_key
 from runtime.overlap import Extent, overlaps
-from runtime.pieces import Guard, Launched, alias_reason, compile_piece, concrete, inductor_available
+from runtime.pieces import Guard, Launched, PieceError, alias_reason, compile_piece, concrete, inductor_available
 from runtime.program import Function, Program
 from runtime.signature import BindError, Dynamic, TraceError
 from runtime.split import count_calls, cut, never_called, resolve_ops
@@ -34,6 +34,7 @@ __all__ = [
     "Compiled",
     "Input",
     "Piece",
+    "PieceError",
     "TraceError",
     "compile_callable",
     "inductor_available",
@@ -294,12 +295,20 @@ def compile_callable(
 
     args, kwargs: one example step; only its shapes, dtypes and host values count. Nothing is computed and nothing written.
     dynamic: argument → dimension (its size is "tokens") or {dimension: "tokens" | "seqs" | "seqs+1" | any name}.
-    Raises TraceError (with what to change), SplitError, or RuntimeError when Inductor is asked for and has no compiler.
+    A piece that the compiler refuses for sizes that are plain unknowns is traced and compiled once more with ordinary symbols, which
+    leave out 0 and 1; the report's notes say so.
+    Raises TraceError (with what to change), SplitError, PieceError, or RuntimeError when Inductor is asked for and has no compiler.
     """
     start = time.perf_counter()
     found = trace(module, args, kwargs, dynamic, own_lengths=config.backend == "eager")
     traced = time.perf_counter()
-    stitched = _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
+    try:
+        stitched = _stitch(found, config)
+    except PieceError as error:
+        if not found.unbacked:
+            raise
+        found = trace(module, args, kwargs, dynamic, refused=str(error))
+        stitched = _stitch(found, config)
     add_guards(found, stitched.guards)
     done = time.perf_counter()
     report = CompileReport(
@@ -308,6 +317,10 @@ def compile_callable(
     compiled = Compiled(found, stitched, report)
     report.distinct = len({piece.same_as for piece in compiled.pieces if piece.kind == "graph"})
     return compiled
+
+
+def _stitch(found: Trace, config: CompileConfig) -> _Stitched:
+    return _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
 
 
 # ------------------------------------------------------------------------------------------------------ torch.compile's way

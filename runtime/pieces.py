@@ -15,6 +15,10 @@ from runtime.overlap import may_overlap
 from runtime.program import Function, Segment
 
 
+class PieceError(RuntimeError):
+    """A piece that Inductor does not compile. The message names the piece by its ops and gives the compiler's reason."""
+
+
 class Guard(NamedTuple):
     """A condition on sizes that a piece was compiled under, in the form of a shape environment's own."""
 
@@ -107,8 +111,9 @@ def compile_piece(segment: Segment, values: list[Any], shape_env: Any) -> Compil
     """Inductor's code for a piece whose inputs look like ``values`` (fake tensors and sizes).
 
     shape_env: owner of the symbols in ``values``; None when all sizes are numbers. Must not be called inside a capture.
-    Raises RuntimeError when there is no compiler for the device.
+    Raises PieceError when Inductor fails on it, RuntimeError when there is no compiler for the device.
     """
+    from torch._dynamo.exc import RestartAnalysis
     from torch._inductor import standalone_compile
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -123,13 +128,26 @@ def compile_piece(segment: Segment, values: list[Any], shape_env: Any) -> Compil
             fakes = [_alone(value) if isinstance(value, torch.Tensor) else value for value in values]
         # Inductor's own graphs are off: the runtime captures, and a graph within a graph is refused by the device.
         options = {"config_patches": {"triton.cudagraphs": False}}
-        with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
-            module = _with_inputs(segment.module, fakes)
-            artifact = standalone_compile(module, fakes, dynamic_shapes="from_tracing_context", options=options)
+        try:
+            with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
+                module = _with_inputs(segment.module, fakes)
+                artifact = standalone_compile(module, fakes, dynamic_shapes="from_tracing_context", options=options)
+        except RestartAnalysis:  # Dynamo's own, when it has called the backend: it traces again
+            raise
+        except Exception as error:  # of whatever type: lowering asserts, guards on an unknown size, the C++ compiler's own
+            raise PieceError(_failure(segment, error)) from error
         guards = shape_env.guards if shape_env is not None else []
         added = [Guard(guard.expr, str(guard.sloc)) for guard in guards if str(guard.expr) not in known]
         _COMPILED[key] = CompiledPiece(artifact, added)
     return _COMPILED[key]
+
+
+def _failure(segment: Segment, error: Exception) -> str:
+    targets = [node.target for node in segment.module.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    ops = list(dict.fromkeys(str(getattr(target, "__name__", target)) for target in targets))
+    shown = ", ".join(ops[:4]) + (f" and {len(ops) - 4} more" if len(ops) > 4 else "")
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"Inductor does not compile the piece of {shown}: {line}"
 
 
 def _alone(value: torch.Tensor) -> torch.Tensor:

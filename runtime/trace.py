@@ -73,7 +73,13 @@ _serial = itertools.count()
 
 
 def trace(
-    module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic, *, own_lengths: bool = True
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic: Dynamic,
+    *,
+    own_lengths: bool = True,
+    refused: str = "",
 ) -> Trace:
     """Trace ``module(*args, **kwargs)`` with the dimensions of ``dynamic`` as unknowns. Nothing is computed and nothing written.
 
@@ -82,22 +88,25 @@ def trace(
     Python behind, or returns something that cannot be rebuilt.
     own_lengths: whether the length of a slice may be a symbol of its own, as torch before 2.13 has it; Inductor does not compile a
     piece that returns such a slice, so without it they are traced with ordinary symbols too.
+    refused: why a compiler did not take the trace with unbacked sizes; then it is made with ordinary symbols at once.
     """
     arguments, values = Arguments.read(module, args, kwargs, dynamic)
-    try:
-        found = _trace_once(module, arguments, values, unbacked=True)
-        _refuse_data_dependent(found, own_lengths)
-        return found
-    except Exception as error:
-        if not _is_size_error(error):
-            raise _readable(error) from error
-        reason = _first_line(error)
+    reason = f"the compiler refuses code for any size at all ({refused})"
+    if not refused:
+        try:
+            found = _trace_once(module, arguments, values, unbacked=True)
+            _refuse_data_dependent(found, own_lengths)
+            return found
+        except Exception as error:
+            if not _is_size_error(error):
+                raise _readable(error) from error
+            reason = f"the module's code looks at a size ({_first_line(error)})"
     try:
         found = _trace_once(module, arguments, values, unbacked=False)
         _refuse_data_dependent(found, True)
     except Exception as error:
         raise _readable(error) from error
-    found.notes.append(f"sizes 0 and 1 are not covered, pad 1 to 2: the module's code looks at a size ({reason})")
+    found.notes.append(f"sizes 0 and 1 are not covered, pad 1 to 2: {reason}")
     return found
 
 

@@ -32,6 +32,7 @@ class Workspace:
         def take(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             wanted = math.prod(shape) * dtype.itemsize
             with _disable_current_modes(), torch.inference_mode(False):
+                device = torch.empty(0, device=device).device  # as tensors name it: "cuda" is the current one, with its index
                 at = next((i for i, b in enumerate(self._blocks) if b.device == device and b.nbytes - used.get(i, 0) >= wanted), None)
                 if at is None:
                     at = len(self._blocks)

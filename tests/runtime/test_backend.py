@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from runtime import pieces
-from runtime.backend import BindError, Compiled, TraceError, compile_callable, inductor_available
+from runtime.backend import BindError, Compiled, PieceError, TraceError, compile_callable, inductor_available
 from runtime.config import CompileConfig
 from runtime.emulator import EmulatedPool
 from tests.runtime.toy_ops import DYNAMIC, LOG, Stack, ops, step
@@ -309,9 +309,16 @@ def test_what_cannot_be_stitched_is_refused_with_a_reason(body, says):
 def test_a_slice_whose_length_torch_cannot_name_is_no_read_of_data(backend, monkeypatch):
     """torch before 2.13 gives it a symbol of its own, as it does to ``x.sum().item()``."""
     import torch._subclasses.fake_impls as fake_impls
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_and
 
     named = getattr(fake_impls, "_compute_slice_index")  # noqa: B009
-    monkeypatch.setattr(fake_impls, "_compute_slice_index", lambda size, index: named(size, index) if isinstance(index, int) else None)
+
+    def named_by_old_torch(size, index):
+        """It tells an index that is known to lie inside, as that of an ordinary symbol, and no other."""
+        inside = isinstance(index, int) or guard_or_false(sym_and(index >= 0, index <= size))
+        return named(size, index) if inside else None
+
+    monkeypatch.setattr(fake_impls, "_compute_slice_index", named_by_old_torch)
 
     class Sliced(nn.Module):
         def __init__(self):
@@ -329,6 +336,58 @@ def test_a_slice_whose_length_torch_cannot_name_is_no_read_of_data(backend, monk
     for tokens, seqs in ((8, 2), (9, 5), (max(1, made.report.min_size), 2)):
         args = make(tokens, seqs)
         close(made(*args), module(*args))
+
+
+class Activated(nn.Module):
+    def forward(self, x, scale=1):
+        out = torch.empty_like(x)
+        ops.attend_out(x * 2, x, x, scale, out)
+        return torch.nn.functional.gelu(out)
+
+
+def refusing(monkeypatch, refuses):
+    """Inductor, which dies as torch 2.11 does of some unknown sizes. Returns the list of what it was asked to compile."""
+    import torch._inductor
+    from torch._inductor.exc import InductorError
+
+    compile, asked = torch._inductor.standalone_compile, []
+
+    def standalone_compile(module, values, **options):
+        sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
+        unknown = any(str(size.node.expr).startswith("u") for size in sizes)
+        asked.append(unknown)
+        if refuses(unknown):
+            raise InductorError(AssertionError("failed OrderedSet([]) >= OrderedSet([u3]) (inductor >= fx)\nfx node is: slice"), None)
+        return compile(module, values, **options)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", standalone_compile)
+    monkeypatch.setattr(pieces, "_COMPILED", {})
+    return asked
+
+
+@needs_inductor
+def test_a_piece_that_inductor_refuses_for_unknown_sizes_is_compiled_for_ordinary_ones(monkeypatch):
+    asked = refusing(monkeypatch, lambda unknown: unknown)
+    module = Activated()
+    made = compiled(module, torch.randn(8, 3), dynamic={"x": 0}, backend="inductor")
+    assert asked[0] and not any(asked[1:]) and {piece.compiled for piece in made.pieces if piece.kind == "graph"} == {"inductor"}
+    assert made.report.min_size == 2
+    (note,) = made.report.notes
+    assert "pad 1 to 2: the compiler refuses code for any size at all (Inductor does not compile the piece of " in note
+    assert "failed OrderedSet([]) >= OrderedSet([u3])" in note
+    for tokens in (8, 2, 5):
+        x = torch.randn(tokens, 3)
+        close(made(x), module(x))
+    with pytest.raises(BindError):
+        made(torch.randn(1, 3))
+
+
+@needs_inductor
+def test_a_piece_that_inductor_refuses_for_every_size_is_named(monkeypatch):
+    asked = refusing(monkeypatch, lambda unknown: True)
+    with pytest.raises(PieceError, match=r"Inductor does not compile the piece of empty_like, mul: .*failed OrderedSet"):
+        compiled(Activated(), torch.randn(8, 3), dynamic={"x": 0}, backend="inductor")
+    assert asked == [True, False]
 
 
 def test_tracing_computes_nothing_and_writes_nothing():

@@ -161,6 +161,13 @@ def test_temporaries_of_one_call_do_not_overlap(device: torch.device) -> None:
     assert tensors[0].eq(3).all()
 
 
+def test_a_device_is_the_same_however_it_is_named() -> None:
+    """A tensor on "cuda" says "cuda:0", and one on "cpu:0" says "cpu": asked for by the other name, each call made a new block."""
+    workspace = Workspace()
+    addresses = {workspace.call()((64,), torch.float32, torch.device(name)).data_ptr() for name in ("cpu", "cpu:0", "cpu")}
+    assert len(addresses) == 1 and workspace.nbytes() == 256
+
+
 class Attention(nn.Module):
     """q [tokens, 2, 16] is scaled, attends to the cache, and is scaled again. One sequence a token."""
 
