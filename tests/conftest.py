@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from tkernels import _repeats
 from tkernels._op import reference_ops
 
 _RUNTIME_TESTS = Path(__file__).parent / "runtime"
@@ -56,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> torch.device:
     """The device that tests run on: the GPU where there is one, else the CPU with interpreted kernels."""
     return torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _every_call_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of kernels swap tiles and tables between calls that look alike; tests of the runtime and of _repeats are as users are."""
+    if _RUNTIME_TESTS not in request.path.parents:
+        monkeypatch.setattr(_repeats, "ENABLED", False)
 
 
 @pytest.fixture(autouse=True)

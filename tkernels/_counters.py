@@ -9,11 +9,13 @@ a launch needs very many, fresh ones are zeroed by a memset, which a captured ca
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tkernels._launch import is_binding
+from tkernels._repeats import lend
 
 EAGER_WORDS, CAPTURED_WORDS = 1 << 17, 1 << 20  # int32; a 1B model takes some 1,300 a captured step of 5 to 64 rows
 _MOST = EAGER_WORDS // 1024  # of one launch: a device's queue holds about a thousand launches
@@ -57,5 +59,5 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
             if words is not None:
                 found = words.keep(count) if capturing or is_binding() else words.turn(count)
                 if found is not None:
-                    return found
+                    return lend(found, partial(counters, count, device))
     return torch.zeros(count, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tkernels import _launch
+from tkernels import _launch, _repeats
 from tkernels._triton import INTERPRETED
 
 _LIBRARY = torch.library.Library("tkernels", "DEF")
@@ -31,6 +31,7 @@ def define(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
     binds: bool = False,
+    repeats: bool = True,
 ) -> Any:
     """Register ``schema`` (without the namespace) and return its ``OpOverload``.
 
@@ -39,11 +40,14 @@ def define(
     fake: shapes, dtypes and strides only. tags: what a compiler must know, e.g. that strides must stay as traced.
     binds: the op returns nothing and does nothing but launch, so it gets ``overload.bind(allocate, args, kwargs)``, by which a runtime
         that calls it again and again on the same memory skips Triton's launcher (see ``_launch.bind``).
+    repeats: what the op launches follows from how its arguments look and from its host values, as a graph needs it too. Then a call that
+        looks like an earlier one skips checks and Triton's launcher (see ``_repeats``). False for an op with a state of its own.
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, _on_its_device(kernel), "CUDA")
-    _LIBRARY.impl(name, _switched(kernel, reference) if INTERPRETED else reference, "CPU")
+    repeating = _repeats.repeating if repeats else lambda call: call
+    _LIBRARY.impl(name, repeating(_on_its_device(kernel)), "CUDA")
+    _LIBRARY.impl(name, _switched(repeating(kernel), reference) if INTERPRETED else reference, "CPU")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.tkernels, name).default
     if overload._schema.is_mutable:

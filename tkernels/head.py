@@ -18,7 +18,7 @@ from tkernels._op import define
 from tkernels._target import target_of
 from tkernels._triton import cdiv, tl, triton
 from tkernels.linear import MAX_ROWS, check, choose, linear, linear_ref, streamable
-from tkernels.rmsnorm import rms_norm
+from tkernels.rmsnorm import normalise
 
 _BLOCK = 1024
 
@@ -62,7 +62,7 @@ def _linear_argmax(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Ten
         if norm_weight is not None:
             tile = choose(target, x.dtype, "norm", rows, n, k)
             if tile is None:  # as linear does it: the norm as a kernel of its own
-                x, norm_weight = rms_norm(x, norm_weight, eps), None
+                x, norm_weight = normalise(x, norm_weight, eps), None
         if norm_weight is None:
             tile = choose(target, x.dtype, "plain", rows, n, k)
     if tile is None:

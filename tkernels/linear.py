@@ -27,7 +27,7 @@ from tkernels._linear_kernels import Tile, launch, row_class
 from tkernels._op import define
 from tkernels._target import Target, target_of
 from tkernels.activation import silu_and_mul, silu_and_mul_ref
-from tkernels.rmsnorm import rms_norm, rms_norm_ref
+from tkernels.rmsnorm import normalise, rms_norm_ref
 
 MAX_ROWS = 64  # more rows than this are never in the table: cuBLAS has reached its stride by then
 
@@ -127,7 +127,7 @@ def _linear(
         if norm_weight is not None:
             tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
             if tile is None:  # the norm as a kernel of its own, the rest perhaps still fused
-                x, norm_weight = rms_norm(x, norm_weight, eps), None
+                x, norm_weight = normalise(x, norm_weight, eps), None
         if norm_weight is None:
             tile = choose(target, x.dtype, suffix, rows, n, k)
         if tile is not None:
@@ -137,7 +137,7 @@ def _linear(
             launch(x.view(rows, k), weight, bias, norm_weight, flat, gated, eps, y.view(rows, outputs), tile)
             return y
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
+        x = normalise(x, norm_weight, eps)
     if residual is not None and bias is None and not gated and x.dim() == 2:
         return torch.addmm(residual, x, weight.t())  # cuBLAS adds the residual before it rounds
     y = F.linear(x, weight, bias)

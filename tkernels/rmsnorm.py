@@ -137,7 +137,8 @@ def launch(
     return Normed(y, total, scales)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
+    """The kernel of the op. Other ops' kernels call this rather than the op, and stay calls that only launch."""
     check(x, weight, eps)
     return launch(x, weight, eps, weight_offset).y
 
@@ -153,7 +154,7 @@ def _add_rms_norm(
 
 _rms_norm_op = define(
     "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
-    kernel=_rms_norm,
+    kernel=normalise,
     reference=_checks.checked(check, rms_norm_ref),
     fake=lambda x, weight, eps, weight_offset=0.0: torch.empty(x.shape, dtype=x.dtype, device=x.device),
 )

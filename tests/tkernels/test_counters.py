@@ -29,7 +29,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 def test_the_first_call_may_be_a_bound_one(on_a_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps its counters like later ones, and making them is no work of the op that would stop it from being bound."""
-    recording = _launch._Recording(torch.empty)  # type: ignore[arg-type]
+    recording = _launch.Recording(torch.empty)  # type: ignore[arg-type]
     monkeypatch.setattr(_counters, "is_binding", lambda: True)
     with recording:
         counters(8, on_a_device)

@@ -146,10 +146,10 @@ def kernel(x_ptr, y_ptr, none_ptr, factor, width, BLOCK: tl.constexpr = 8):
     tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < width) * factor, mask=offs < width)
 
 x, y = torch.zeros(8), torch.zeros(8)
-bound = []
-with _launch._noting(bound):
+notes = []
+with _launch.noting(notes, binds=True):
     kernel[lambda given: (given["BLOCK"] - 5,)](x, y, None, 2.0, width=1, num_warps=2)
-_launch._on_device(torch.device("cuda", 0))(bound, None)
+_launch._on_device(torch.device("cuda", 0))([_launch._bound_launch(*note) for note in notes], None)
 theirs, ours = calls
 theirs = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in theirs]
 theirs[6:9] = [None] * 3  # launch metadata and hooks, for profilers

@@ -18,7 +18,7 @@ from tkernels._triton import HAVE_TRITON, INTERPRETED
 from tkernels.attention._common import LOG2_E
 from tkernels.attention._inputs import Inputs
 
-ENABLED = True  # False: every call that is made or captured from then on goes to prefill.py, to compare the two
+ENABLED = True  # False (and tkernels._repeats.forget()): calls made or captured from then on go to prefill.py, to compare the two
 _TILE = 128  # query tokens of a tile, as in the kernel
 
 

@@ -105,6 +105,7 @@ _norm_op = define(
     "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group, Tensor? scale=None) -> (Tensor, Tensor)",
     kernel=_all_reduce_add_rms_norm,
     reference=_norm_ref,
+    repeats=False,  # the group counts its calls
     fake=lambda x, residual, weight, eps, group, scale=None: (
         torch.empty(x.shape, dtype=x.dtype if scale is None else FP8, device=x.device),
         torch.empty(x.shape, dtype=x.dtype, device=x.device),

@@ -186,18 +186,21 @@ _all_reduce_op = define(
     kernel=all_reduce_kernel,
     reference=all_reduce_ref,
     fake=lambda x, group: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    repeats=False,  # the group counts its calls
 )
 _all_gather_op = define(
     "all_gather(Tensor x, int dim, str group) -> Tensor",
     kernel=_all_gather,
     reference=_part_ref(library.all_gather, divided=False),
     fake=lambda x, dim, group: _scaled(x, dim % x.dim(), find(group).world, 1),
+    repeats=False,  # the group counts its calls
 )
 _reduce_scatter_op = define(
     "reduce_scatter(Tensor x, int dim, str group) -> Tensor",
     kernel=_reduce_scatter,
     reference=_part_ref(library.reduce_scatter, divided=True),
     fake=lambda x, dim, group: _scaled(x, dim % x.dim(), 1, find(group).world),
+    repeats=False,  # the group counts its calls
 )
 
 

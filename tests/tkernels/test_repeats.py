@@ -1,0 +1,305 @@
+"""Calls that look like an earlier one: the same launches, on their own memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_samples import SAMPLES
+
+import tkernels
+from tkernels import _launch, _repeats
+from tkernels._linear_kernels import Tile
+from tkernels._op import _on_its_device
+from tkernels._triton import HAVE_TRITON, tl, triton
+
+linear_module = sys.modules["tkernels.linear"]
+
+
+@pytest.fixture(autouse=True)
+def _on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_repeats, "ENABLED", True)
+    _repeats.forget()
+    yield
+    _repeats.forget()
+
+
+def _plans() -> list[Any]:
+    return [plan for table in _repeats._tables for plan in table.values() if isinstance(plan, _repeats._Plan)]
+
+
+def _refilled(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Other memory that looks alike; floats hold other numbers, and integers, which may be indices, the same."""
+    return tuple(torch.empty_like(a).copy_(a * 1.5 if a.dtype in (torch.float32, torch.bfloat16) else a) if isinstance(a, torch.Tensor)
+                 and a.is_contiguous() else a for a in args)  # fmt: skip
+
+
+@triton.jit
+def _scale_kernel(x_ptr, y_ptr, factor, width, stride, BLOCK: tl.constexpr = 8):
+    offs = tl.arange(0, BLOCK)
+    mask = offs < width
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs * stride, mask=mask) * factor, mask=mask)
+
+
+def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _scale_kernel[(1,)](x, y, factor, x.shape[0], x.stride(0))
+    return y
+
+
+def _copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v.clone() if isinstance(v, torch.Tensor) and v.is_contiguous() else v for v in values)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_bits_are_those_of_the_op(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op: calls that are taken down, then calls with other memory and other numbers. Outputs and what the op wrote are compared."""
+    op = getattr(torch.ops.tkernels, name).default
+    for args, kwargs in SAMPLES[name](device)[:3]:
+        for _ in range(2):
+            op(*_copies(args), **kwargs)
+        theirs, ours = _copies(_refilled(args)), _copies(_refilled(args))
+        got = op(*ours, **kwargs)
+        monkeypatch.setattr(_repeats, "ENABLED", False)
+        want = op(*theirs, **kwargs)
+        monkeypatch.setattr(_repeats, "ENABLED", True)
+        outputs = ((want, got),) if not isinstance(want, tuple) else zip(want, got, strict=True)
+        for x, y in (*outputs, *zip(theirs, ours, strict=True)):
+            if isinstance(x, torch.Tensor):
+                assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+                assert torch.equal(_bits(x), _bits(y))
+    if name not in ("linear", "linear_argmax"):  # the sample shapes are in no table: they go to cuBLAS
+        assert _plans(), "an op that only launches is repeated"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_linear_with_a_norm_of_its_own_is_repeated(gated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = lambda target, dtype, variant, *shape: None if "norm" in variant else Tile("matrix", 16, 32, 1, 4, 2)
+    monkeypatch.setattr(linear_module, "choose", choose)
+    weight, norm = torch.randn(32, 64, device=device).bfloat16(), torch.randn(64, device=device).bfloat16()
+    for _ in range(4):
+        x = torch.randn(3, 64, device=device).bfloat16()
+        got = tkernels.linear(x, weight, norm_weight=norm, gated=gated)
+        monkeypatch.setattr(_repeats, "ENABLED", False)
+        assert torch.equal(got, tkernels.linear(x, weight, norm_weight=norm, gated=gated))
+        monkeypatch.setattr(_repeats, "ENABLED", True)
+    (plan,) = _plans()
+    assert len(plan.launches) == 2 and len(plan.temporaries) == 1
+
+
+def test_what_looks_otherwise_is_another_call(device: torch.device) -> None:
+    scale = _repeats.repeating(_scale)
+    x = torch.arange(64.0, device=device)
+    for _ in range(4):
+        for view in (x[:8], x[8:16], x[:16:2], x[:4], x[1:9], x[:8].double(), x[:1]):
+            for factor in (2.0, 3.0):
+                assert torch.equal(scale(view, factor), view * factor)
+    assert len(_plans()) == 2 * 6, "x[:8] and x[8:16] look alike; x[1:9] is aligned otherwise"
+
+
+def test_of_two_arguments_at_one_address_none_is_taken_for_the_other(device: torch.device) -> None:
+    x, y, z = (torch.randn(2, 16, device=device) for _ in range(3))
+    add = torch.ops.tkernels.silu_mul.default
+    for left, right in ((x, x), (x, x), (x, x), (x, y), (x, y), (y, z), (z, z), (y, x)):
+        torch.testing.assert_close(add(left, right), torch.nn.functional.silu(left) * right)
+    assert len(_plans()) == 1
+
+
+def test_wrong_calls_are_refused_after_right_ones(device: torch.device) -> None:
+    x, weight = torch.randn(2, 16, device=device), torch.randn(16, device=device)
+    for _ in range(4):
+        tkernels.rms_norm(x, weight)
+        with pytest.raises(ValueError, match=r"weight: expected \[16\]"):
+            tkernels.rms_norm(x, weight[:8])
+        with pytest.raises(ValueError, match="expected last stride 1"):
+            tkernels.rms_norm(x.t().contiguous().t(), weight)
+    assert len(_plans()) == 1
+
+
+def test_what_also_calls_torch_or_points_elsewhere_is_not_repeated(device: torch.device) -> None:
+    constant = torch.ones(8, device=device)
+
+    def adds_too(x: torch.Tensor) -> torch.Tensor:
+        return _scale(x, 2.0) + 1
+
+    def reads_another(x: torch.Tensor) -> torch.Tensor:
+        _scale(constant, 3.0)
+        return _scale(x, 2.0)
+
+    def reads_inside(x: torch.Tensor) -> torch.Tensor:
+        return _scale(x[1:], 2.0)
+
+    def returns_its_argument(x: torch.Tensor) -> torch.Tensor:
+        _scale(x, 2.0)
+        return x
+
+    x = torch.arange(8.0, device=device)
+    for call, want in ((adds_too, x * 2 + 1), (reads_another, x * 2), (reads_inside, x[1:] * 2), (returns_its_argument, x)):
+        repeated = _repeats.repeating(call)
+        for _ in range(4):
+            assert torch.equal(repeated(x), want)
+        assert list(_repeats._tables.pop().values()) == [False], call.__name__
+
+
+def test_lent_memory_is_lent_again(device: torch.device) -> None:
+    """As counters are, which two launches must not share."""
+    pool = [torch.full((8,), float(i), device=device) for i in range(8)]
+    taken: list[int] = []
+
+    def borrow() -> torch.Tensor:
+        taken.append(len(taken))
+        return _repeats.lend(pool[taken[-1]], borrow)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return _scale(borrow(), 1.0)
+
+    repeated = _repeats.repeating(call)
+    assert [repeated(pool[0])[0].item() for _ in range(6)] == [0, 1, 2, 3, 4, 5] and len(_plans()) == 1
+
+
+def test_a_full_table_begins_anew(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_repeats, "MOST", 3)
+    scale = _repeats.repeating(_scale)
+    x = torch.arange(8.0, device=device)
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0):
+        assert torch.equal(scale(x, factor), x * factor)
+    assert len(_plans()) == 1 and len(_repeats._tables.pop()) == 2
+
+
+def test_threads_do_not_note_each_other(device: torch.device) -> None:
+    scale = _repeats.repeating(_scale)
+    wrong: list[Any] = []
+
+    def work(factor: float) -> None:
+        for i in range(6):
+            x = torch.arange(8.0, device=device) + i
+            if not torch.equal(scale(x, factor), x * factor):
+                wrong.append((factor, i))
+
+    threads = [threading.Thread(target=work, args=(float(f),)) for f in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not _launch.is_noting()
+
+
+# Run where Triton compiles: the interpreter changes triton.language for the whole process.
+_COMPARE = """
+import importlib, sys, torch, triton
+sys.path.insert(0, sys.argv[1])
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from tkernels import _repeats
+
+calls = []
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: 0, get_current_stream=lambda device: 77, get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    launcher_cls=lambda src, metadata: lambda *args: calls.append(args),
+    utils=SimpleNamespace(
+        load_binary=lambda *a: ("module", 1234, 32, 0, 1024), get_device_properties=lambda device: {"max_shared_mem": 1 << 17}
+    ),
+))
+torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda index: 77
+address = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+from tkernels.rmsnorm import _add_rms_norm
+x, residual, weight = torch.zeros(3, 64), torch.zeros(5, 80)[:3, :64], torch.ones(64)
+repeated = _repeats.repeating(_add_rms_norm)
+for _ in range(3):
+    y, total = repeated(x, residual, weight, 1e-6, 0.0)
+assert [type(p) for t in _repeats._tables for p in t.values()] == [_repeats._Plan]
+first, _, ours = calls
+theirs = [address(a) for a in first]
+theirs[6:9] = [None] * 3  # launch metadata and hooks, for profilers
+given = {a.data_ptr() for a in (x, residual, weight)}
+own = [i for i, a in enumerate(first) if isinstance(a, torch.Tensor) and a.data_ptr() not in given]
+assert [ours[i] for i in own] == [y.data_ptr(), total.data_ptr()], (ours, own)
+assert [a for i, a in enumerate(ours) if i not in own] == [a for i, a in enumerate(theirs) if i not in own], (theirs, ours)
+
+seen = []
+triton.knobs.runtime.launch_enter_hook.add(seen.append)  # a profiler listens: its hooks get what they always get
+repeated(x, residual, weight, 1e-6, 0.0)
+assert calls[-1][6] is not None and calls[-1][7] is triton.knobs.runtime.launch_enter_hook
+triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+repeated(x, residual, weight, 1e-6, 0.0)
+assert calls[-1][6:9] == (None, None, None)
+"""
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_compiled_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -> None:
+    """Without a device: a driver that writes down what reaches the C launcher, once from Triton's own path and once from ours."""
+    script = tmp_path / "compare.py"
+    script.write_text(_COMPARE)
+    path = os.pathsep.join([str(Path(_repeats.__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_captured_calls_and_other_streams(device: torch.device) -> None:
+    """Splits of a linear use counters: those of a captured call are its own, whether it was repeated or not."""
+    call = _repeats.repeating(_on_its_device(linear_module._linear))
+    tile = Tile("matrix", 64, 64, 1, 4, 3, splits=4)
+    x, weight = torch.randn(16, 2048, device=device).bfloat16(), torch.randn(2048, 2048, device=device).bfloat16()
+    before = linear_module.choose
+    linear_module.choose = lambda *_: tile  # type: ignore[attr-defined]
+    try:
+        want = call(x, weight)
+        for _ in range(3):
+            assert torch.equal(call(x, weight), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call(x, weight)
+        other = torch.cuda.Stream()
+        for _ in range(50):
+            graph.replay()
+            with torch.cuda.stream(other):
+                got = call(x, weight)
+            torch.cuda.synchronize()
+            assert torch.equal(captured, want) and torch.equal(got, want)
+    finally:
+        linear_module.choose = before  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    for index in (1, 0, 1):
+        x, weight = torch.randn(3, 64, device=f"cuda:{index}"), torch.ones(64, device=f"cuda:{index}")
+        for _ in range(4):
+            torch.testing.assert_close(tkernels.rms_norm(x, weight), tkernels.rmsnorm.rms_norm_ref(x, weight, 1e-6))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_a_call_takes_a_third_of_the_host_time(device: torch.device) -> None:
+    args = SAMPLES["paged_attention_out"](device)[0][0]
+
+    def host_us() -> float:
+        times = []
+        for _ in range(60):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.ops.tkernels.paged_attention_out.default(*args)
+            times.append(time.perf_counter() - start)
+        return sorted(times)[20] * 1e6
+
+    ours = host_us()
+    _repeats.ENABLED = False
+    assert ours < host_us() / 2

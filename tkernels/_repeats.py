@@ -1,0 +1,215 @@
+"""Ops that repeat: a call that looks like an earlier one launches what the earlier one launched, on its own memory.
+
+What an op launches may follow only from how its arguments look (shapes, strides, dtypes, device, alignment) and from host values, since a
+captured graph repeats it for other data. So the second call that looks alike is taken down: the compiled kernels that Triton chose, their
+grids and constants, and for each pointer whose address it is: an argument's, an output's, a temporary's or a counter's. From the third on
+the checks, the choice of tiles and Triton's launcher are skipped; left are allocations, addresses and the launches themselves.
+
+A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (an offset into an argument, a tensor
+descriptor), while Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two
+things that Triton reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from tkernels import _launch
+from tkernels._triton import HAVE_TRITON, INTERPRETED, tl, triton
+
+ENABLED = HAVE_TRITON and not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
+MOST = 1024  # plans of an op: prompts of ever other lengths should not fill the memory
+_ALIGNMENT = 16  # bytes; what Triton specialises pointers on. torch's allocators give more.
+_PIECE = 256  # temporaries start on multiples of this in their common allocation
+
+_tables: list[dict[Any, Any]] = []
+_lent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] | None = None  # while a call is taken down
+
+
+class _Plan(NamedTuple):
+    device: torch.device
+    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    temporaries: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    offsets: tuple[int, ...]  # of the temporaries in their common allocation
+    space: int  # bytes of it
+    lent: tuple[Callable[[], torch.Tensor], ...]
+    constants: tuple[Any, ...]
+    # (run, grid, what stands between stream and arguments, picks the arguments from: arguments, outputs, temporaries, lent, constants)
+    launches: tuple[tuple[Any, tuple[int, int, int], Any, Callable[[Any], tuple[Any, ...]]], ...]
+    single: bool  # returns a tensor, not a tuple of them
+
+
+def forget() -> None:
+    """Drop all plans. To be called by whoever changes something beside arguments on which launches depend."""
+    for table in _tables:
+        table.clear()
+
+
+def lend(tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``tensor``, given to an op by something of the package that is neither argument nor ``torch.empty``; ``again`` gives it another."""
+    if _lent is not None and _launch.is_noting():
+        _lent.append((tensor, again))
+    return tensor
+
+
+def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, an op's kernel on its own device, with its launches repeated from the third call that looks alike on."""
+    plans: dict[Any, _Plan | bool] = {}  # True: seen once, False: not to be repeated
+    _tables.append(plans)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ENABLED:
+            return call(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        addresses: list[Any] = []
+        key: list[Any] = []
+        for value in args if not kwargs else (*args, *kwargs, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
+                key += (value.shape, value.stride(), value.dtype, value.get_device(), address % _ALIGNMENT)
+                tensors.append(value)
+                addresses.append(address)
+            else:
+                key.append(value)
+        look = tuple(key)
+        plan = plans.get(look)
+        if isinstance(plan, _Plan) and not _hooked():
+            return _repeat(plan, tensors if INTERPRETED else addresses)
+        if plan is True and _launch.may_note():
+            result, plans[look] = _take_down(call, args, kwargs, tensors)
+            return result
+        result = call(*args, **kwargs)
+        if plan is None:
+            if len(plans) >= MOST:
+                plans.clear()
+            plans[look] = True
+        return result
+
+    return run
+
+
+def _hooked() -> bool:
+    """Whether someone listens to Triton's launches: a profiler. 3.6 and later keep chains of hooks, which are empty by default."""
+    if INTERPRETED:
+        return False
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
+
+
+def _repeat(plan: _Plan, pool: list[Any]) -> Any:
+    device = plan.device
+    outputs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in plan.outputs]
+    if INTERPRETED:  # takes tensors
+        pool += outputs
+        pool += [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in plan.temporaries]
+        pool += [again() for again in plan.lent]
+        pool += plan.constants
+        for kernel, grid, options, pick in plan.launches:
+            kernel[grid](*pick(pool), **options)
+    else:
+        pool += [output.data_ptr() for output in outputs]
+        if plan.space:
+            space = torch.empty_strided((plan.space,), (1,), dtype=torch.uint8, device=device)
+            base = space.data_ptr()
+            pool += [base + offset for offset in plan.offsets]
+        lent = [again() for again in plan.lent]  # alive until the launch
+        pool += [tensor.data_ptr() for tensor in lent]
+        pool += plan.constants
+        if torch._C._cuda_getDevice() != device.index and device.type == "cuda":  # kernels are loaded into the context of one device
+            with torch.cuda.device(device):
+                _launch_all(plan, pool)
+        else:
+            _launch_all(plan, pool)
+    return None if not outputs else outputs[0] if plan.single else tuple(outputs)
+
+
+def _launch_all(plan: _Plan, pool: list[Any]) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(plan.device.index)
+    for kernel, (x, y, z), fixed, pick in plan.launches:
+        kernel(x, y, z, stream, *fixed, *pick(pool))
+
+
+def _take_down(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+) -> tuple[Any, _Plan | bool]:
+    """What the call returns, and its plan; True to try again, False when it is not to be repeated."""
+    global _lent
+    recording, notes = _launch.Recording(_empty), list[_launch.Note]()
+    with _launch.noting(notes, binds=False):
+        lent, _lent = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]](), []
+        try:
+            with recording:
+                result = call(*args, **kwargs)
+            lent = _lent
+        finally:
+            _lent = None
+    if recording.others or not notes:
+        return result, False
+    if len({x.data_ptr() for x in tensors}) < len(tensors):
+        return result, True  # of two arguments at one address it cannot be said which one a kernel was given
+    made = {x.data_ptr(): x for x in recording.made}
+    returned = () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    outputs = [made.pop(x.data_ptr(), None) for x in returned]
+    if any(y is None or (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype) for x, y in zip(returned, outputs, strict=True)):
+        return result, False
+    inside = list(made.values())
+    owners = [*tensors, *returned, *inside, *(tensor for tensor, _ in lent)]
+    if any(x.data_ptr() == 0 or x.data_ptr() % _ALIGNMENT for x in owners[len(tensors) :]):
+        return result, False
+    constants: list[Any] = []
+    launches = []
+    for note in notes:
+        launch = _planned(note, owners, len(tensors), constants)
+        if launch is None:
+            return result, False
+        launches.append(launch)
+    sizes = [-(-x.numel() * x.element_size() // _PIECE) * _PIECE for x in inside]
+    looks = [tuple((x.size(), x.stride(), x.dtype) for x in group) for group in (returned, inside)]
+    plan = _Plan(
+        tensors[0].device, looks[0], looks[1], tuple(sum(sizes[:i]) for i in range(len(sizes))), sum(sizes),
+        tuple(again for _, again in lent), tuple(constants), tuple(launches), isinstance(result, torch.Tensor),
+    )  # fmt: skip
+    return result, plan
+
+
+def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _planned(note: _launch.Note, owners: list[torch.Tensor], num_arguments: int, constants: list[Any]) -> Any:
+    """The launch with its arguments as places in the pool: of the owners, then of ``constants``, which grows. None: not to be repeated."""
+    kernel, compiled, grid, args, options = note
+    if not INTERPRETED and (kernel.pre_run_hooks or getattr(compiled, "metadata", None) is None or not _is_cuda(compiled)):
+        return None
+    given = _launch.in_order(kernel, args, options)
+    places: list[int] = []
+    for value in given.values():
+        if isinstance(value, torch.Tensor):
+            place = next((i for i, x in enumerate(owners) if x.data_ptr() == value.data_ptr() != 0 and x.dtype == value.dtype), None)
+            if place is None:
+                return None
+            places.append(place)
+        elif value is None or isinstance(value, (bool, int, float, str, tl.dtype, tl.constexpr)):
+            places.append(len(owners) + len(constants))
+            constants.append(value)
+        else:
+            return None
+    pick = itemgetter(*places) if len(places) > 1 else functools.partial(_pick_one, places[0])
+    if INTERPRETED:
+        return kernel, grid, {name: value for name, value in options.items() if name not in given}, pick
+    return compiled.run, _launch.size_of(grid, given), _launch.after_stream(compiled), pick
+
+
+def _pick_one(place: int, pool: list[Any]) -> tuple[Any]:
+    return (pool[place],)
+
+
+def _is_cuda(compiled: Any) -> bool:
+    """Other backends' compiled kernels are called in other ways."""
+    return compiled.metadata.target.backend == "cuda"
