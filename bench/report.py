@@ -105,7 +105,7 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             keys = list(dict.fromkeys(key for row in rows for key in row))
             table = markdown(keys, [[_plain(row.get(key)) for key in keys] for row in rows])
         parts.append((f"{title}\n\n" if title else "") + table)
-    machine = data["machine"]
+    machine, unit = data["machine"], data.get("unit", unit)
     caption = f"{unit}. {machine.get('gpu')}, torch {machine.get('torch')}, triton {machine.get('triton')}, commit {machine.get('commit')}"
     return "\n".join(parts) + f"\n{caption} (`bench/results/{name}.json`: `{data['command']}`).\n"
 

@@ -116,6 +116,7 @@ def _make_parser() -> _Parser:
     text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
     explain.add_argument("batches", nargs="+", metavar="BATCH", help=text)
     plan.add_argument("--json", metavar="FILE", help="also time whole steps, and write the costs for --costs here")
+    plan.add_argument("--budget-s", metavar="S", type=float, default=0.0, help="seconds for that (default: as many as it takes)")
     simulate = command("simulate", "--trace FILE", "run the scheduler over a trace of requests with a cost table instead of a model")
     simulate_command.add_arguments(simulate)
     bench = command("bench", "--trace FILE", "run a trace of requests through the engine, open loop, and compare with the simulator")
@@ -178,7 +179,7 @@ def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, er
     out.print(engine.plan)
     if arguments.json:
         with _bar(errors) as progress:
-            costs = measure_steps(engine.runner, progress)
+            costs = measure_steps(engine.runner, progress, budget_s=arguments.budget_s)
         Path(arguments.json).write_text(json.dumps(costs, indent=1) + "\n")
         for each in costs["check"]:
             beside = f"{each['decodes']} decodes + {each['chunk']} prompt tokens at context {each['context']}"

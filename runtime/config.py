@@ -68,6 +68,9 @@ class GraphConfig(_Section):
     fresh_split_outputs: Literal["refuse", "copy"] = Field(
         "refuse", description="a splitting op that returns new tensors: refuse it, or copy into the pool"
     )
+    pick: Literal["cheapest", "nearest"] = Field(
+        "cheapest", description="cheapest: by measured cost; nearest: the smallest graph that holds the step, full before piecewise"
+    )
     histogram: str = Field("", description='file of step sizes for the size planner; "" is the built-in one')
     full_sizes: Sizes = Field("auto", description="sizes captured as full graphs, when they should differ from capture_sizes")
     contexts: Sizes = Field(
@@ -101,7 +104,10 @@ class CacheConfig(_Section):
 
 class SchedulerConfig(_Section):
     policy: Literal["cost", "static"] = Field(
-        "cost", description="cost: steps are composed by the measured cost table; static: fixed budget"
+        "cost",
+        description="cost: steps are composed by the measured cost table; static: decode first, then prompts up to max_batch_tokens. With "
+        'graph.mode = "auto", static also takes plain graphs: sizes in steps of 8, full for decode, piecewise beside prompts, the nearest '
+        "size",
     )
     max_num_seqs: PositiveInt = Field(256, description="requests running at once")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens in one step")
@@ -147,6 +153,11 @@ class RuntimeConfig(_Section):
                 f"({self.scheduler.max_batch_tokens}): every running request needs a token in a step; raise max_batch_tokens"
             )
         return self
+
+    @property
+    def plain_graphs(self) -> bool:
+        """Whether steps take the plain scheme of graphs that belongs to ``policy = "static"``, instead of measured choices."""
+        return self.scheduler.policy == "static" and self.graph.mode == "auto"
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | RuntimeConfig) -> RuntimeConfig:

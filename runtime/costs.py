@@ -116,9 +116,11 @@ class StepCosts:
         return self._mixed.sizes
 
 
-def load_table(
-    path: str | Path, rule: Rule = "cheapest", sizes: Sequence[int] | None = None, modes: Mapping[str, Sequence[str]] | None = None
-) -> StepCosts:
+Captured = Mapping[str, Mapping[str, Sequence[int] | Literal["auto"]]]
+"""Kind of step -> mode -> sizes that have a graph; "auto": those that were measured."""
+
+
+def load_table(path: str | Path, rule: Rule = "cheapest", captured: Captured | None = None) -> StepCosts:
     """A table from a JSON file, see ``table_of``. Raises ValueError naming the fault."""
     try:
         data = json.loads(Path(path).read_text())
@@ -126,21 +128,14 @@ def load_table(
         raise ValueError(f"--costs {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--costs {path}: not JSON: {error}") from error
-    return table_of(data, rule, f"--costs {path}", sizes, modes)
+    return table_of(data, rule, f"--costs {path}", captured)
 
 
-def table_of(
-    data: Any,
-    rule: Rule = "cheapest",
-    where: str = "costs",
-    sizes: Sequence[int] | None = None,
-    modes: Mapping[str, Sequence[str]] | None = None,
-) -> StepCosts:
+def table_of(data: Any, rule: Rule = "cheapest", where: str = "costs", captured: Captured | None = None) -> StepCosts:
     """A table from ``{"device", "decode": [rows], "mixed": [rows], "kv_ms"?, "pair_ms"?, "num_pages"?}``, as ``plan --json`` writes.
 
     A row has "size" and at least one of "eager_ms", "piecewise_ms", "full_ms". Without kv_ms and pair_ms a step costs the same
-    at every context. sizes: as if these had been captured, their costs on straight lines between the measured ones; modes: by kind,
-    the graphs that there are at them, by default both.
+    at every context. captured: as if there were these graphs, their costs on straight lines between the measured ones.
     """
     try:
         rows = {kind: [_row(kind, row) for row in data[kind]] for kind in ("decode", "mixed")}
@@ -149,20 +144,20 @@ def table_of(
         raise ValueError(f'{where}: expected "decode" and "mixed" with rows of "size" and "…_ms": {error!r}') from error
     if min(slopes.values()) < 0 or not all(rows.values()):
         raise ValueError(f"{where}: expected at least one row for decode and for mixed, and no negative cost")
-    if sizes is not None:
-        rows = {kind: resampled(each, sizes, (modes or {}).get(kind, ("piecewise", "full"))) for kind, each in rows.items()}
+    if captured is not None:
+        rows = {kind: resampled(each, captured[kind]) for kind, each in rows.items()}
     table = StepCosts(rows["decode"], rows["mixed"], **slopes, rule=rule, source=f"measured: {data.get('device', where)}")
     table.num_pages = int(data["num_pages"]) if "num_pages" in data else None
     return table
 
 
-def resampled(rows: Sequence[PlanRow], sizes: Sequence[int], modes: Sequence[str]) -> list[PlanRow]:
-    """Rows for graphs of ``modes`` at ``sizes``, up to the largest one measured, and the eager costs as they were measured."""
+def resampled(rows: Sequence[PlanRow], captured: Mapping[str, Sequence[int] | Literal["auto"]]) -> list[PlanRow]:
+    """Rows for graphs of these modes and sizes, up to the largest one measured, and the eager costs as they were measured."""
     kind = rows[0].key
     found = {row.size: PlanRow(kind, row.size, row.eager_ms, None, None, "", 0) for row in rows if row.eager_ms is not None}
-    for mode in modes:
+    for mode, sizes in captured.items():
         points = sorted((row.size, ms) for row in rows if (ms := getattr(row, f"{mode}_ms")) is not None)
-        for size in sizes:
+        for size in [at for at, _ in points] if sizes == "auto" else sizes:
             if points and size <= points[-1][0]:
                 index = bisect_left(points, (size, 0.0))
                 (x0, y0), (x1, y1) = points[max(index - 1, 0)], points[index]

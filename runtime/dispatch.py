@@ -1,7 +1,8 @@
 """Which captured step, if any, runs a batch: the cheapest legal candidate by measured cost, padding included.
 
 A candidate is a captured (mode, size), or eager at the batch's own size. Legal means: captured for the same key (the host values
-that a graph has frozen), and every named size fits. A key that was never captured runs eager and is counted. Pure Python.
+that a graph has frozen), and every named size fits. A key that was never captured runs eager and is counted. ``graph.pick = "nearest"``
+takes the smallest legal graph whatever it costs. Pure Python.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class Candidates:
 
 
 class Dispatcher:
-    """table: measured costs. mode: "auto", or the one mode to use. token: the named size that is the step's size."""
+    """table: measured costs. mode: "auto", or the one mode to use. token: the named size that is the step's size. nearest: the smallest
+    graph that fits, not the cheapest."""
 
-    def __init__(self, table: CostTable, *, mode: str = "auto", token: str = "tokens") -> None:
-        self.table, self.mode, self.token = table, mode, token
+    def __init__(self, table: CostTable, *, mode: str = "auto", token: str = "tokens", nearest: bool = False) -> None:
+        self.table, self.mode, self.token, self.nearest = table, mode, token, nearest
         self.keys: dict[str, Candidates] = {}
         self._counts: dict[tuple[str, int, str, int], int] = {}  # one entry a step; what is asked of it is added up when asked
         self.unknown_keys: Counter[str] = Counter()
@@ -158,7 +160,7 @@ class Dispatcher:
             return eager(f"nothing was captured for the host values {key}", [])
         if n == 0:
             return eager("an empty step", [])
-        legal: list[tuple[float, str, int]] = []
+        legal: list[tuple[tuple[Any, ...], str, int]] = []
         others: list[Alternative] = []
         for (mode, size), padded in sorted(candidates.graphs.items(), key=lambda item: (item[0][1], MODES.index(item[0][0]))):
             ms = costs.get((key, mode, size))
@@ -175,7 +177,7 @@ class Dispatcher:
             if why:
                 others.append(Alternative(mode, size, ms, why))
             else:
-                legal.append((_order(ms, mode, size), mode, size))  # type: ignore[arg-type]
+                legal.append(((size, MODES.index(mode)) if self.nearest else _order(ms, mode, size), mode, size))
         for (mode, size), why in candidates.dropped.items():
             others.append(Alternative(mode, size, None, f"not captured: {why}"))
         if not legal:
@@ -190,13 +192,17 @@ class Dispatcher:
         legal.sort()
         _, mode, size = legal[0]
         ms = costs.get((key, mode, size))
-        if self.mode == "auto" and ms is not None and eager_ms is not None and eager_ms <= ms:
+        if self.mode == "auto" and not self.nearest and ms is not None and eager_ms is not None and eager_ms <= ms:
             others += [Alternative(m, s, costs.get((key, m, s)), "slower than eager") for _, m, s in legal]
             return eager("cheaper than every graph that fits", others if not brief else [])
         if not brief:
-            others = [Alternative(m, s, costs.get((key, m, s)), "not the cheapest") for _, m, s in legal[1:]] + others
+            why = 'graph.pick = "nearest"' if self.nearest else "not the cheapest"
+            others = [Alternative(m, s, costs.get((key, m, s)), why) for _, m, s in legal[1:]] + others
             if eager_ms is not None:
-                others.insert(0, Alternative("eager", n, eager_ms, "slower" if self.mode == "auto" else f'graph.mode = "{self.mode}"'))
+                why = f'graph.mode = "{self.mode}"' if self.mode != "auto" else why if self.nearest else "slower"
+                others.insert(0, Alternative("eager", n, eager_ms, why))
+        if self.nearest:
+            return Decision(mode, size, size - n, ms, 'graph.pick = "nearest": the smallest that fits', tuple(others), context)
         reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
         return Decision(mode, size, size - n, ms, reason, () if brief else tuple(others), context)
 

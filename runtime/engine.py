@@ -31,7 +31,7 @@ from runtime.parallel import is_follower, join
 from runtime.request import Request, RequestError, SamplingParams, TokenLogprob, TokenMask
 from runtime.runner import Launched, Runner
 from runtime.sampler import pack_mask
-from runtime.scheduler import Step, make_scheduler
+from runtime.scheduler import Step, make_scheduler, table_rule
 from runtime.text import TextError, TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -82,7 +82,10 @@ class Engine:
         self.plan = self.runner.warmup(progress)
         rows = self.runner.rows_by_kind()
         self.scheduler = make_scheduler(
-            self.config, StepCosts(rows["decode"], rows["mixed"]), num_pages=self.runner.num_pages, max_context=max_context
+            self.config,
+            StepCosts(rows["decode"], rows["mixed"], rule=table_rule(self.config)),
+            num_pages=self.runner.num_pages,
+            max_context=max_context,
         )
         self._depth = 2 if limits.overlap else 1  # steps in flight
         self._flying: deque[tuple[Step, Launched]] = deque()

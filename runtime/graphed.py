@@ -35,7 +35,7 @@ from runtime.measure import CostTable, fingerprint
 from runtime.plan import Plan
 from runtime.proofs import Proofs, file_beside, rests_on
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
-from runtime.warmup import Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
+from runtime.warmup import Prepared, Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
 MakeInputs = Callable[..., "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
@@ -148,7 +148,9 @@ class GraphedModule(torch.nn.Module):
             self._load_proofs(self._steps, table)
             if self.config.graph.histogram:
                 self._steps.traffic = sizing.load_histogram(self.config.graph.histogram)
-            self._dispatcher = Dispatcher(table, mode=self.config.graph.mode, token=self._binding.token)
+            self._dispatcher = Dispatcher(
+                table, mode=self.config.graph.mode, token=self._binding.token, nearest=self.config.graph.pick == "nearest"
+            )
             self._lists = self._plan_sizes()
         return self._steps, self._dispatcher
 
@@ -211,6 +213,7 @@ class GraphedModule(torch.nn.Module):
         make_inputs: MakeInputs | None = None,
         make_proof_inputs: MakeInputs | None = None,
         keys: Iterable[Mapping[str, Any]] = ({},),
+        modes: Iterable[Collection[str]] = (),
         contexts: Iterable[int] = (),
         progress: Progress | None = None,
         **kwargs: Any,
@@ -220,6 +223,7 @@ class GraphedModule(torch.nn.Module):
         Give one representative step as arguments, which is cut to smaller sizes and padded to larger ones. Or give
         ``make_inputs(size, key) -> (args, kwargs)``, called for each of ``keys`` (dicts of host values), so that every size is
         timed on real lengths; it returns None for a size that does not occur with that key. Call again to add keys.
+        modes: for each of ``keys`` those to capture, of "full" and "piecewise"; by default all that ``graph.mode`` asks for.
         contexts: where attention matters, the tokens a sequence holds: first the number that ``make_inputs(size, key)`` uses, then
         others, at which every size is timed too, on ``make_inputs(size, key, context)``. ``at(context)`` makes calls that are decided
         by the nearest of them.
@@ -228,26 +232,27 @@ class GraphedModule(torch.nn.Module):
         anything. Smaller state (256 MiB in all) is put back afterwards.
         """
         with self._lock:
-            representatives: list[tuple[Call, Representative, Representative]] = []
+            representatives: list[Prepared] = []
             contexts = list(contexts)
             if contexts and (make_inputs is None or min(contexts) < 1):
                 raise ValueError(f"contexts: expected positive numbers, and make_inputs that takes one of them, got {contexts}")
             if make_inputs is not None:
                 if args or kwargs:
                     raise TypeError("warmup: expected a representative step or make_inputs, got both")
-                for key in keys:
+                keys, modes = list(keys), list(modes)
+                for key, of_key in zip(keys, modes or [("piecewise", "full")] * len(keys), strict=True):
                     example, timed = self._made(make_inputs, dict(key))
                     proving = timed if make_proof_inputs is None else self._made(make_proof_inputs, dict(key))[1]
-                    representatives.append((example, timed, proving))
+                    representatives.append(Prepared(example, timed, proving, frozenset(of_key)))
             else:
                 example = self._binding.read(args, kwargs)
                 if example.sizes[self._binding.token] == 0:
                     raise ValueError("warmup: expected a representative step with at least one token, got an empty one")
                 self._prepare(example)
-                representatives = [(example, self._resizer(example), self._resizer(example))]
+                representatives = [Prepared(example, self._resizer(example), self._resizer(example))]
             if not representatives:
                 raise ValueError("warmup: expected at least one key, got none")
-            steps, dispatcher = self._prepare(representatives[0][0])
+            steps, dispatcher = self._prepare(representatives[0].example)
             self._routes.clear()
             if contexts:
                 dispatcher.table.set_contexts(contexts)
@@ -456,7 +461,7 @@ class GraphedModule(torch.nn.Module):
             return
         self._hot[key.host, size] += 1
         if self._hot[key.host, size] == _HOT:
-            self._capture_now(key, [(key, mode, size) for mode, list_ in self._lists.items() if size in list_])
+            self._capture_now(key, [(key, mode, size) for mode, list_ in self._lists.items() if size in list_ and mode in key.modes])
 
     def _capture_now(self, key: KeySteps, todo: list[tuple[KeySteps, str, int]]) -> None:
         steps, dispatcher = self._steps, self._dispatcher
@@ -483,7 +488,7 @@ class GraphedModule(torch.nn.Module):
                 for mode, size in list(key.captured):
                     if size not in self._lists.get(mode, ()):
                         steps.drop(key, mode, size, "the traffic does not need it")
-            representatives = [(key.example, key.representative, key.proving) for key in steps.keys.values()]
+            representatives = [Prepared(key.example, key.representative, key.proving, key.modes) for key in steps.keys.values()]
             self.plan = warm_up(steps, dispatcher, representatives, self._lists, self.config.graph.max_tokens, progress)
             return self.plan
 

@@ -33,13 +33,14 @@ def interleaved_ms(
     *,
     repeats: int = 7,
     budget_ms: float = 200.0,
+    far: float = float("inf"),
     prepare: Callable[[Any], object] = lambda name: None,
 ) -> dict[Any, float]:
     """Median time of one call of each, in ms. Repeats are interleaved, so that a drift of clocks meets all alike.
 
     budget_ms: no new round is begun after this much time, once there have been three. The first call of anything is slower, so it
-    is no round, unless the calls are so slow that it does not matter: when one of each uses up the budget. prepare: called with the
-    name before each call, untimed.
+    is no round, unless the calls are so slow that it does not matter: when one of each uses up the budget. far: what took more than so
+    many times the fastest in the first round stays with that one time. prepare: called with the name before each call, untimed.
     """
     timed = _event_ms if device.type == "cuda" else _clock_ms
 
@@ -51,12 +52,15 @@ def interleaved_ms(
     first = {name: [time_one(name)] for name in runs}
     slow = ranks.largest((time.perf_counter() - start) * 1e3) > budget_ms
     times: dict[Any, list[float]] = first if slow else {name: [] for name in runs}
-    start = start if slow else time.perf_counter()
+    start, left = start if slow else time.perf_counter(), list(runs)
     for done in range(slow, repeats):
         if done >= 3 and ranks.largest((time.perf_counter() - start) * 1e3) > budget_ms:
             break
-        for name in runs:
+        for name in left:
             times[name].append(time_one(name))
+        if done == slow and far < float("inf"):
+            newest = {name: ranks.largest(times[name][-1]) for name in left}
+            left = [name for name in left if newest[name] <= far * min(newest.values())]
     return {name: ranks.largest(sorted(values)[len(values) // 2]) for name, values in times.items()}
 
 

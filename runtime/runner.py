@@ -27,6 +27,7 @@ from runtime.plan import Plan, PlanRow
 from runtime.request import Request, TokenLogprob
 from runtime.sampler import Pending, SlotSampler
 from runtime.scheduler import Step
+from runtime.sizes import plain_sizes
 from tkernels import collectives
 
 _WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
@@ -115,7 +116,9 @@ class Runner:
         self.num_columns = -(-self.max_context // self.page_size)
         # Lent: a step's tokens are copied at once to where they belong; most steps do not look at its logits, or at once.
         lent = (0, 1)
-        self.steps: GraphedModule = graphed(self.module, config, dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent)
+        self.steps: GraphedModule = graphed(
+            self.module, _with_plain_graphs(config), dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent
+        )
         # One row for each running request, filled as its pages are given; a step's inputs are gathered from them.
         rows = self.max_num_seqs
         self._table = np.zeros((rows, self.num_columns), np.int32)
@@ -329,7 +332,12 @@ class Runner:
         # Without a GPU no kernel shares a long context out, and time is dear: there a short one proves as much.
         proof = partial(self._representative, context=_CPU_PROOF_CONTEXT) if self.device.type == "cpu" else None
         return self.steps.warmup(
-            make_inputs=self._representative, make_proof_inputs=proof, keys=keys, contexts=self.contexts, progress=progress
+            make_inputs=self._representative,
+            make_proof_inputs=proof,
+            keys=keys,
+            modes=[("full",), ("piecewise",)][: len(keys)] if self.config.plain_graphs else (),
+            contexts=self.contexts,
+            progress=progress,
         )
 
     @property
@@ -352,8 +360,11 @@ class Runner:
     def _representative(self, size: int, key: Mapping[str, Any], context: int | None = None) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.
 
-        None for a size that cannot occur: more decodes than requests may run, a chunk of one token, more than all contexts hold.
+        None for a size that cannot occur: more tokens than a step may have, more decodes than requests may run, a chunk of one token,
+        more than all contexts hold.
         """
+        if size > self.max_batch_tokens:
+            return None
         if key["max_query_len"] == 1:
             return ((), self.batch(size, 0, context)) if size <= self.max_num_seqs else None
         for decodes in range(min(size // 2, self.max_num_seqs - 1), -1, -1):
@@ -398,6 +409,14 @@ class Runner:
         )
         arrays["slot_mapping"] = np.full(size, -1, np.int64)
         return self._as_arguments(arrays, self.max_batch_tokens if prompts else bound)
+
+
+def _with_plain_graphs(config: RuntimeConfig) -> RuntimeConfig:
+    """The configuration that the steps are captured by; another one than the user's for the plain scheme only."""
+    if not config.plain_graphs:
+        return config
+    sizes = plain_sizes(config.graph.max_tokens) if config.graph.capture_sizes == "auto" else config.graph.capture_sizes
+    return config.override(**{"graph.pick": "nearest", "graph.capture_sizes": sizes})
 
 
 def _free_host_bytes() -> int:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from runtime.admission import AnswerLengths, peak_tokens
 from runtime.blocks import BlockManager, page_digests, root_digest
 from runtime.config import RuntimeConfig
-from runtime.costs import INF, StepCosts
+from runtime.costs import INF, Rule, StepCosts
 from runtime.policy import CheapestPerToken, Composition, Load, fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
@@ -445,6 +445,11 @@ class Scheduler:
         for page in range(request.num_registered, full):
             self.blocks.register(request.pages[page], request.digests[page])
         request.num_registered = full
+
+
+def table_rule(config: RuntimeConfig) -> Rule:
+    """How a table of costs is read for an engine of this configuration: by the graph that is picked there."""
+    return "fixed" if config.plain_graphs or config.graph.pick == "nearest" else "cheapest"
 
 
 def make_scheduler(config: RuntimeConfig, table: StepCosts, *, num_pages: int, max_context: int) -> Scheduler:

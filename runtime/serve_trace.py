@@ -16,7 +16,7 @@ import torch
 
 from runtime.answer import Answer, Event
 from runtime.engine import Engine
-from runtime.outcome import Live, Outcome
+from runtime.outcome import Live, Outcome, percentile
 from runtime.request import RequestError, SamplingParams
 from runtime.simulate import Arrival
 from runtime.text import TextStream
@@ -135,6 +135,51 @@ def _count(outcome: Outcome, before: dict[str, Any], after: dict[str, Any]) -> N
     outcome.step_sizes = Counter({size: count - then["step_sizes"].get(size, 0) for size, count in now["step_sizes"].items()})
 
 
+class HostClock:
+    """Host time while it is entered: of scheduling decisions, and of the engine's steps without what they wait for the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.decide_us: list[float] = []
+        self.step_us: list[float] = []
+
+    def __enter__(self) -> HostClock:
+        engine, clock, waited = self._engine, time.perf_counter, 0.0
+        schedule, read, step = engine.scheduler.schedule, engine.runner.read, engine.step
+
+        def timed_schedule() -> Any:
+            start = clock()
+            made = schedule()
+            if made is not None:
+                self.decide_us.append(1e6 * (clock() - start))
+            return made
+
+        def timed_read(launched: Any) -> Any:
+            nonlocal waited
+            start = clock()
+            tokens = read(launched)
+            waited += clock() - start
+            return tokens
+
+        def timed_step() -> None:
+            nonlocal waited
+            start, waited = clock(), 0.0
+            step()
+            self.step_us.append(1e6 * (clock() - start - waited))
+
+        engine.scheduler.schedule = timed_schedule  # type: ignore[method-assign]
+        engine.runner.read = timed_read  # type: ignore[method-assign]
+        engine.step = timed_step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._engine.scheduler.schedule, self._engine.runner.read, self._engine.step
+
+    def report(self) -> dict[str, dict[str, float]]:
+        cuts = {"decide_us": self.decide_us, "step_us": self.step_us}
+        return {name: {f"p{p}": percentile(values, p) for p in (50, 90, 99)} for name, values in cuts.items()}
+
+
 class DeviceClock:
     """Events on the device around each step: from just before its inputs are copied to just after its tokens are.
 
@@ -149,7 +194,7 @@ class DeviceClock:
         self._launch = runner.launch
         steps = runner.steps._steps
         self._arenas = [key.arena for key in steps.keys.values()] if steps is not None else []
-        uploads = [arena.upload for arena in self._arenas]
+        sends = [arena.send for arena in self._arenas]
         current: list[torch.cuda.Event] = []
 
         def launch(*step: Any) -> Any:
@@ -162,16 +207,16 @@ class DeviceClock:
             self._rested = False
             return launched
 
-        def marking(upload: Callable[..., Any]) -> Callable[..., Any]:
+        def marking(send: Callable[..., Any]) -> Callable[..., Any]:
             def marked(*args: Any) -> Any:
                 current[0].record()  # again: what the host did until here is not the step's
-                return upload(*args)
+                return send(*args)
 
             return marked
 
         runner.launch = launch  # type: ignore[method-assign, assignment]
-        for arena, upload in zip(self._arenas, uploads, strict=True):
-            arena.upload = marking(upload)  # type: ignore[method-assign]
+        for arena, send in zip(self._arenas, sends, strict=True):
+            arena.send = marking(send)  # type: ignore[method-assign]
 
     def rest(self) -> None:
         """The engine has no work: what comes before the next step is not counted."""
@@ -180,7 +225,7 @@ class DeviceClock:
     def detach(self) -> None:
         del self._runner.launch
         for arena in self._arenas:
-            del arena.upload
+            del arena.send
 
     def idle_share(self) -> float | None:
         """Time between steps, as a share of that and the steps; None when no two steps followed each other."""

@@ -128,7 +128,6 @@ def simulate(
             now = max(now, upcoming.second * to_ms)
             continue
         step, ms, now = flying.popleft()
-        outcome.running_sum += len(scheduler.running)
         tokens = [
             _STOP if request.number not in live or num_generated + 1 >= live[request.number].generated else _GO_ON
             for request, _, _, _, num_generated in step.rows
@@ -137,6 +136,7 @@ def simulate(
             live[request.number].token(now, outcome)
             if request.finish_reason is not None:
                 live.pop(request.number).end(outcome)
+        outcome.running_sum += len(scheduler.running)
         if every and outcome.steps % every == 0:
             blocks = scheduler.blocks
             held = blocks.usable_pages - blocks.num_available

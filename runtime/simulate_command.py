@@ -11,20 +11,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runtime.config import ConfigError, RuntimeConfig
-from runtime.costs import Rule, StepCosts, load_table
+from runtime.config import ConfigError, RuntimeConfig, Sizes
+from runtime.costs import StepCosts, load_table
 from runtime.outcome import Outcome, describe
 from runtime.roofline import GPUS, SHAPES, pages_that_fit, roofline
+from runtime.scheduler import table_rule
 from runtime.simulate import Arrival, draw, make_scheduler, read_trace, simulate
-from runtime.sizes import capture_sizes, load_histogram
+from runtime.sizes import capture_sizes, load_histogram, plain_sizes
 
 _SAMPLES = 20_000  # points of a picture, about
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+def add_trace_arguments(parser: argparse.ArgumentParser, *, several_rates: bool = False) -> None:
     """What traffic there is."""
     parser.add_argument("--trace", metavar="FILE", required=True, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
-    parser.add_argument("--rate", metavar="X", type=float, default=1.0, help="arrivals come so many times as fast (default 1)")
+    once, text = "arrivals come so many times as fast (default 1)", "; several: one after the other"
+    rates: dict[str, Any] = {"default": [1.0], "nargs": "+", "help": once + text} if several_rates else {"default": 1.0, "help": once}
+    parser.add_argument("--rate", metavar="X", type=float, **rates)
     parser.add_argument("--requests", metavar="N", type=int, default=0, help="only the first N of the trace (default: all)")
     parser.add_argument("--max-answer", metavar="N", type=int, default=4096, help="tokens that requests ask for at most (default 4096)")
 
@@ -66,8 +69,9 @@ def arrivals_of(arguments: argparse.Namespace) -> list[Arrival]:
     for name, least in (("requests", 0), ("max_answer", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(arguments, name)}")
-    if not (math.isfinite(arguments.rate) and arguments.rate > 0):
-        raise ConfigError(f"--rate: expected a number above 0, got {arguments.rate}")
+    for rate in arguments.rate if isinstance(arguments.rate, list) else [arguments.rate]:
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"--rate: expected a number above 0, got {rate}")
     try:
         return read_trace(arguments.trace)[: arguments.requests or None]
     except ValueError as error:
@@ -82,31 +86,46 @@ def costs_of(config: RuntimeConfig, file: str | None, gpu: str, shape: str) -> t
     policy = "static" is the plain scheme: sizes in steps of 8 unless a list is given, full graphs for decode only, the nearest size.
     Sizes that are given and were not measured lie on straight lines between those that were.
     """
-    static, pages = config.scheduler.policy == "static", config.cache.num_pages
-    rule: Rule = "fixed" if static else "cheapest"
+    plain, pages = config.plain_graphs, config.cache.num_pages
     graph, limits = config.graph, config.scheduler
-    sizes = graph.capture_sizes
-    if static and sizes == "auto":
-        sizes = [size for size in (1, 2, 4, *range(8, graph.max_tokens + 1, 8)) if size <= graph.max_tokens]
     if file is not None:
-        modes = {"decode": ["full"], "mixed": ["piecewise"]} if static else None
-        table = load_table(file, rule, None if sizes == "auto" else sizes, modes)
+        table = measured_costs(config, file)
         pages = table.num_pages if pages == "auto" and table.num_pages else pages
         if pages == "auto":
             raise ConfigError(f'cache.num_pages: {file} does not say how many pages the engine had; give a number, not "auto"')
         return table, pages
-    captured, _ = capture_sizes(
-        sizes,
+    chosen, _ = capture_sizes(
+        _sizes(config)[1],
         max_tokens=graph.max_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_graphs=graph.max_graphs,
         histogram=load_histogram(graph.histogram) if graph.histogram else None,
     )
     table = roofline(
-        GPUS[gpu], SHAPES[shape], captured,
-        max_num_seqs=limits.max_num_seqs, max_batch_tokens=limits.max_batch_tokens, full_mixed=not static, rule=rule,
+        GPUS[gpu], SHAPES[shape], chosen,
+        max_num_seqs=limits.max_num_seqs, max_batch_tokens=limits.max_batch_tokens, full_mixed=not plain, rule=table_rule(config),
     )  # fmt: skip
     return table, pages_that_fit(GPUS[gpu], SHAPES[shape], config.cache.page_size) if pages == "auto" else pages
+
+
+def measured_costs(config: RuntimeConfig, file: str) -> StepCosts:
+    """The costs in a file, as if the graphs of this configuration had been captured where they were measured.
+
+    Where sizes are planned ("auto") it is the graphs of that engine, as far as the configuration has their modes.
+    """
+    lists = dict(zip(("piecewise", "full"), _sizes(config), strict=True))
+    modes = {"decode": ["full"], "mixed": ["piecewise"]} if config.plain_graphs else {kind: [*lists] for kind in ("decode", "mixed")}
+    if config.graph.mode != "auto":
+        modes = {kind: [mode for mode in each if mode == config.graph.mode] for kind, each in modes.items()}
+    captured = {kind: {mode: lists[mode] for mode in each} for kind, each in modes.items()}
+    return load_table(file, table_rule(config), captured)
+
+
+def _sizes(config: RuntimeConfig) -> tuple[Sizes, Sizes]:
+    """Those of piecewise and of full graphs."""
+    graph = config.graph
+    sizes: Sizes = plain_sizes(graph.max_tokens) if config.plain_graphs and graph.capture_sizes == "auto" else graph.capture_sizes
+    return sizes, sizes if graph.full_sizes == "auto" else graph.full_sizes
 
 
 def _print(outcome: Outcome, out: Console) -> None:

@@ -68,6 +68,11 @@ def capture_sizes(
     return sorted({n for n in sizes if n <= max_tokens} | required), remark
 
 
+def plain_sizes(max_tokens: int) -> list[int]:
+    """The plain list: 1, 2, 4, and then in steps of 8."""
+    return [size for size in (1, 2, 4, *range(8, max_tokens + 1, 8)) if size <= max_tokens]
+
+
 def plan_sizes(
     histogram: Mapping[int, float],
     count: int,

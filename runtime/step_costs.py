@@ -4,19 +4,19 @@
 
 A step is timed as the engine makes it: inputs from the host, the graph or the callable, tokens back, issued back to back without
 waiting in between, so that whichever of host and device is slower counts. The two slopes come from steps of few sizes at a short
-and a long context, the bases from every size at one context, less what the slopes say of it. Steps above the largest captured
-size run eager and are timed at sizes up to ``max_batch_tokens``; between measured sizes eager costs lie on straight lines.
+and a long context, the bases from every size at one context, less what the slopes say of it. Eager is timed at a few sizes up to
+``max_batch_tokens``, between which its costs lie on straight lines; steps above the largest captured size run eager.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 
-from runtime.config import ConfigError
 from runtime.costs import StepCosts
 from runtime.outputs import taken
 from runtime.plan import PlanRow
@@ -30,49 +30,51 @@ _MODES = ("eager", "piecewise", "full")
 Progress = Callable[[int, int, str], None]
 
 
-def measure_steps(runner: Runner, progress: Progress | None = None, *, point_ms: float = _POINT_MS) -> dict[str, Any]:
+def measure_steps(
+    runner: Runner, progress: Progress | None = None, *, point_ms: float = _POINT_MS, budget_s: float = 0.0
+) -> dict[str, Any]:
     """Time the steps of a runner that has been warmed up. Returns what ``costs.load_table`` reads.
 
-    "check" in it: a few steps of other compositions, measured beside what the table says of them. Raises ConfigError when a step may hold
-    more tokens than a context.
+    "check" in it: a few steps of other compositions, measured beside what the table says of them. "captured": what graphs there are, by
+    kind and mode. budget_s: no further size is timed after so many seconds (0: all are); which come first is chosen so that those left
+    out lie evenly between those timed, and "not_timed" counts them.
     """
-    if runner.max_batch_tokens > runner.max_context:
-        raise ConfigError(
-            f"scheduler.max_batch_tokens: expected at most the longest context, {runner.max_context}, to time steps (a timed step holds "
-            f"one prompt's chunk), got {runner.max_batch_tokens}; lower it or raise scheduler.max_context"
-        )
+    started = time.perf_counter()
     timer = _Timer(runner, point_ms)
-    limits, largest = runner.config.scheduler, max(_eager_sizes(runner))
+    limits, longest = runner.config.scheduler, runner.max_context
     short, base, long = (min(context, runner.max_context // part) for context, part in ((_SHORT, 8), (_CONTEXT, 2), (_LONG, 2)))
-    decode_sizes = sorted({size for _, size in timer.captured("decode")} | {1, limits.max_num_seqs})
-    mixed_sizes = sorted({size for _, size in timer.captured("mixed")} | set(_eager_sizes(runner)))
-    jobs = [("decode", size) for size in decode_sizes] + [("mixed", size) for size in mixed_sizes]
+    jobs = [job for pair in zip_longest(*(_coarse_first(kind, sizes) for kind, sizes in timer.sizes.items())) for job in pair if job]
     done, total = 0, len(jobs) + 3
     say = progress or (lambda done, total, what: None)
 
     say(done, total, "timing steps: context")
-    most = decode_sizes[-1]
+    most = timer.sizes["decode"][-1]
     kv_ms = pair_ms = 0.0
     if long > short:
         kv_ms = max(0.0, timer.best("decode", most, 0, long) - timer.best("decode", most, 0, short)) / (most * (long - short))
-        grown = timer.best("mixed", 0, largest, long) - timer.best("mixed", 0, largest, short)
-        pair_ms = max(0.0, grown) / (largest * (long - short))
+        chunk = min(timer.sizes["mixed"][-1], longest - long)  # of one prompt
+        grown = timer.best("mixed", 0, chunk, long) - timer.best("mixed", 0, chunk, short)
+        pair_ms = max(0.0, grown) / (chunk * (long - short))
     rows: dict[str, list[PlanRow]] = {"decode": [], "mixed": []}
     for kind, size in jobs:
+        if budget_s and time.perf_counter() - started > budget_s:
+            break
         done += 1
         say(done, total, f"timing steps: {kind} of {size} tokens")
-        decodes, chunk = (size, 0) if kind == "decode" else composition(size, limits.max_num_seqs)
-        attention = attention_ms(kv_ms, pair_ms, decodes, chunk, base)
+        decodes, chunk = (size, 0) if kind == "decode" else composition(size, limits.max_num_seqs, longest)
+        attention = attention_ms(kv_ms, pair_ms, decodes, chunk, base, longest)
         costs: dict[str, float | None] = {f"{mode}_ms": None for mode in _MODES}
         for mode in timer.modes(kind, size):
             ms = timer.ms(mode, size, decodes, chunk, base)
             costs[f"{mode}_ms"] = max(ms - attention, 0.05 * ms)
         rows[kind].append(PlanRow(kind, size, **costs, pick="", nbytes=0))
+    for each in rows.values():
+        each.sort(key=lambda row: row.size)
     table = StepCosts(rows["decode"], rows["mixed"], kv_ms=kv_ms, pair_ms=pair_ms)
     checks = []
     for decodes, chunk, context in _checks(limits.max_num_seqs, limits.max_batch_tokens, short, long):
         ms = timer.best("mixed" if chunk else "decode", decodes, chunk, context)
-        said = table.ms(decodes + chunk, chunk > 0) + attention_ms(kv_ms, pair_ms, decodes, chunk, context)
+        said = table.ms(decodes + chunk, chunk > 0) + attention_ms(kv_ms, pair_ms, decodes, chunk, context, longest)
         checks.append({"decodes": decodes, "chunk": chunk, "context": context, "ms": ms, "table_ms": said})
     say(total, total, "timed")
     return {
@@ -84,30 +86,40 @@ def measure_steps(runner: Runner, progress: Progress | None = None, *, point_ms:
         "max_batch_tokens": limits.max_batch_tokens,
         "kv_ms": kv_ms,
         "pair_ms": pair_ms,
+        "captured": timer.graphs,
+        "not_timed": len(jobs) - done,
         **{kind: [_row(row) for row in each] for kind, each in rows.items()},
         "check": checks,
+        "seconds": time.perf_counter() - started,
     }
 
 
-def attention_ms(kv_ms: float, pair_ms: float, decodes: int, chunk: int, context: int) -> float:
-    """What the slopes say of a step whose decodes and chunk all stand at ``context``."""
-    return kv_ms * decodes * context + pair_ms * chunk * (context + chunk / 2)
+def attention_ms(kv_ms: float, pair_ms: float, decodes: int, chunk: int, context: int, longest: int) -> float:
+    """What the slopes say of a step whose decodes and prompts all stand at ``context``, as ``Runner.batch`` makes it: the chunk is one
+    prompt's, or that of as few as hold it in ``longest`` tokens each."""
+    each = chunk / max(1, -(-chunk // longest))
+    return kv_ms * decodes * context + pair_ms * chunk * (min(context, longest - each) + each / 2)
 
 
-def composition(size: int, max_num_seqs: int) -> tuple[int, int]:
+def composition(size: int, max_num_seqs: int, longest: int) -> tuple[int, int]:
     """(decodes, prompt tokens) of a step with a chunk."""
-    decodes = min(size // 2, _DECODES_BESIDE, max_num_seqs - 1)
+    decodes = min(size // 2, _DECODES_BESIDE, max_num_seqs - -(-size // longest))
     return decodes, size - decodes
 
 
-def _eager_sizes(runner: Runner) -> list[int]:
+def _eager_sizes(least: int, most: int) -> list[int]:
     """Sizes of eager steps to time, above the largest captured one too: each a half more than the one before."""
-    most = min(runner.max_batch_tokens, runner.max_context * runner.max_num_seqs)
-    sizes, size = [], 2.0
+    sizes, size = [], float(least)
     while size < most:
         sizes.append(int(size))
         size *= 1.5 if size >= 64 else 2
     return [*sizes, most]
+
+
+def _coarse_first(kind: str, sizes: list[int]) -> list[tuple[str, int]]:
+    """The ends first, then what halves the gaps, again and again."""
+    order = sorted(range(len(sizes)), key=lambda i: (0 < i < len(sizes) - 1, -(i & -i) if i < len(sizes) - 1 else 0, i))
+    return [(kind, sizes[i]) for i in order]
 
 
 def _checks(max_num_seqs: int, max_batch_tokens: int, short: int, long: int) -> Iterable[tuple[int, int, int]]:
@@ -125,20 +137,21 @@ def _row(row: PlanRow) -> dict[str, float | int]:
 class _Timer:
     def __init__(self, runner: Runner, point_ms: float) -> None:
         self.runner, self.point_ms = runner, point_ms
-        self.bounds = {"decode": runner.bound(1), "mixed": runner.bound(2)}
-
-    def captured(self, kind: str) -> list[tuple[str, int]]:
-        return self.runner.steps.captured(max_query_len=self.bounds[kind])
+        largest = min(runner.max_batch_tokens, runner.max_context * runner.max_num_seqs)
+        self.eager = {"decode": _eager_sizes(1, runner.max_num_seqs), "mixed": _eager_sizes(2, largest)}
+        self.graphs: dict[str, dict[str, list[int]]] = {"decode": {}, "mixed": {}}
+        for kind, bound in (("decode", runner.bound(1)), ("mixed", runner.bound(2))):
+            for mode, size in sorted(runner.steps.captured(max_query_len=bound)):
+                self.graphs[kind].setdefault(mode, []).append(size)
+        self.sizes = {kind: sorted({*self.eager[kind], *chain(*self.graphs[kind].values())}) for kind in self.eager}
 
     def modes(self, kind: str, size: int) -> list[str]:
-        """Eager is timed at every size of a decode and, beside chunks, at as many as its straight lines need."""
-        graphs = [mode for mode, captured in self.captured(kind) if captured == size]
-        return ["eager", *graphs] if kind == "decode" or not graphs or size in _eager_sizes(self.runner) else graphs
+        return [*(["eager"] if size in self.eager[kind] else []), *(mode for mode, sizes in self.graphs[kind].items() if size in sizes)]
 
     def best(self, kind: str, decodes: int, chunk: int, context: int) -> float:
         """The cheapest mode that serves such a step."""
         size = decodes + chunk
-        fitting = {mode: at for mode, at in sorted(self.captured(kind), key=lambda each: -each[1]) if at >= size}
+        fitting = {mode: min(at for at in sizes if at >= size) for mode, sizes in self.graphs[kind].items() if sizes[-1] >= size}
         return min(self.ms(mode, at, decodes, chunk, context) for mode, at in {**fitting, "eager": size}.items())
 
     def ms(self, mode: str, size: int, decodes: int, chunk: int, context: int) -> float:
@@ -157,9 +170,10 @@ class _Timer:
         with torch.no_grad():
             step()
             once = self._seconds(step, 1)
-            count = max(1, min(20, int(self.point_ms / 1e3 / 2 / max(once, 1e-6))))
             if once * 1e3 > self.point_ms and device.type != "cuda":
                 return once * 1e3
+            # On a GPU a few at least, so that the host's part of a step hides behind the device's as in serving.
+            count = max(3 if device.type == "cuda" else 1, min(20, int(self.point_ms / 1e3 / 2 / max(once, 1e-6))))
             return 1e3 * min(self._seconds(step, count) for _ in range(2)) / count
 
     def _seconds(self, step: Callable[[], None], count: int) -> float:

@@ -90,6 +90,8 @@ class KeySteps:
     ran: set[int] = field(default_factory=set)
     """Sizes that have run uncaptured on the capture stream."""
 
+    modes: frozenset[str] = frozenset(("piecewise", "full"))
+    """Those that are captured for this key, of the configured ones."""
     captured: dict[tuple[str, int], Captured] = field(default_factory=dict)
     dropped: dict[tuple[str, int], str] = field(default_factory=dict)
 

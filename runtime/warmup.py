@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,16 @@ def naming_inference_tensors(steps: Steps) -> Iterator[None]:
             f"{made[0]}: expected a normal tensor, got one made under torch.inference_mode(), and the module writes such tensors; "
             f"make the module and its caches outside of it, or inside of torch.inference_mode(False) (so made: {', '.join(made[:8])})"
         ) from error
+
+
+class Prepared(NamedTuple):
+    """What to warm up for one key: an example call, what makes the steps of a size that are timed and those that are proved, and the modes
+    to capture."""
+
+    example: Call
+    representative: Representative
+    proving: Representative
+    modes: frozenset[str] = frozenset(("piecewise", "full"))
 
 
 Job = tuple[KeySteps, str, int]
@@ -170,13 +180,13 @@ def measure_all(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_, 
             if not usual and eager_ms is not None and len(runs) > 1:
                 found = interleaved_ms({mode: run for mode, run in runs.items() if mode != "eager"}, steps.device)
             if not found or eager_ms is None or eager_ms < _FAR * min(found.values()):
-                found = interleaved_ms(runs, steps.device)
+                found = interleaved_ms(runs, steps.device, far=_FAR)
             costs.update({(key.text, mode, size): ms for mode, ms in found.items()})
     if progress:
         progress(len(jobs), len(jobs), "measured")
 
 
-_FAR = 2.0  # eager that took so many times as long as a graph is not timed once more
+_FAR = 2.0  # what took so many times as long as the fastest mode is not timed once more
 
 
 KeySteps_ = tuple[Any, ...]
@@ -284,23 +294,23 @@ def _other_picks(steps: Steps, dispatcher: Dispatcher, sizes: Mapping[KeySteps_,
 def warm_up(
     steps: Steps,
     dispatcher: Dispatcher,
-    representatives: Iterable[tuple[Call, Representative, Representative]],
+    representatives: Iterable[Prepared],
     sizes: Mapping[str, list[int]],
     max_tokens: int,
     progress: Progress | None = None,
 ) -> Plan:
-    """sizes: mode -> sizes to capture. representatives: for each key an example call, and what makes the steps of a size that are
-    timed and those that are proved."""
+    """sizes: mode -> sizes to capture. representatives: one for each key."""
     start = time.perf_counter()
     todo: list[Job] = []
     measured: dict[KeySteps_, list[int]] = {}
     with own_state(steps.device), naming_inference_tensors(steps):
-        for example, representative, proving in representatives:
+        for example, representative, proving, modes in representatives:
             key = steps.keys.get(example.host) or steps.add_key(example, representative, proving, max_tokens)
-            key.representative, key.proving = representative, proving
-            usable = {size for list_ in sizes.values() for size in list_ if representative(size) is not None}
+            key.representative, key.proving, key.modes = representative, proving, modes
+            lists = {mode: list_ for mode, list_ in sizes.items() if mode in modes}
+            usable = {size for list_ in lists.values() for size in list_ if representative(size) is not None}
             if steps.config.graph.capture == "warmup":
-                todo += [(key, mode, s) for mode, list_ in sizes.items() for s in list_ if s in usable and (mode, s) not in key.captured]
+                todo += [(key, mode, s) for mode, list_ in lists.items() for s in list_ if s in usable and (mode, s) not in key.captured]
             measured[key.host] = sorted(usable)
         capture_all(steps, todo, progress)
     publish(steps, dispatcher)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench import report
+from bench import report, serving
+from bench import report as report_module
 
 ROOF = {"gb_per_s": 4000.0, "tflop_per_s": 700.0}
 
@@ -26,6 +27,34 @@ def results(path: Path, when: str, *entries: dict[str, Any], gpu: str = "NVIDIA 
     facts = {"gpu": gpu, "torch": "2.11", "triton": "3.6", "driver": "580", "commit": "abc", "peers": {}, **machine}
     path.write_text(json.dumps({"machine_info": facts, "datetime": when, "benchmarks": list(entries)}))
     return path
+
+
+def test_serving_rows_compare_policies_and_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def report(itl: float, rate: float, **more: float) -> dict[str, Any]:
+        cuts = {"p50": itl, "p99": 2 * itl}
+        return {
+            "goodput": 0.9, "generated_tokens_per_s": rate, "ttft_ms": cuts, "itl_ms": cuts, "padding": 0.01,
+            "tokens_by_mode": {"eager": 0.5}, **more,
+        }  # fmt: skip
+
+    for policy, itl in (("cost", 8.0), ("static", 20.0)):
+        run = {
+            "rate": 2.0, "report": report(itl, 100.0, idle_between_steps=0.03), "simulated": report(0.8 * itl, 105.0),
+            "host": {"decide_us": {"p50": 80.0}},
+        }  # fmt: skip
+        check = {"decodes": 1, "chunk": 0, "context": 9, "ms": 2.0, "table_ms": 2.1}
+        (tmp_path / f"serving_{policy}.json").write_text(json.dumps({"runs": [run], "check": [check]}))
+    (tmp_path / "machine.json").write_text(json.dumps({"gpu": "NVIDIA H200"}))
+    assert serving.main(["--work", str(tmp_path), "--gather", "--out", str(tmp_path / "serving_h200.json")]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "cost at 2x, throughput: simulator / engine 1.050: agrees", "median ITL: simulator / engine 0.800: MISSED",
+        "idle between steps 3.00%: MISSED", "goodput 90.0% / 90.0%, ITL p99 0.40, TTFT p50 0.40", "the table says 1.050 of it",
+    ):  # fmt: skip
+        assert words in said
+    text = report_module.script_table("serving_h200", tmp_path)
+    assert "| 2x | cost | engine | 90.0% | 100 | 8.0 | 16.0 | 8.00 | 16.0 | 1.00% | 50.00% | 3.00% | 80 |" in text
+    assert "| 2x | static | simulator |" in text and "Microseconds" not in text and "NVIDIA H200" in text
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from runtime.outputs import taken
 from runtime.request import SamplingParams
 from runtime.serve_trace import DeviceClock, cut, prompts_of, serve
 from runtime.simulate import Arrival
-from runtime.step_costs import attention_ms, composition, measure_steps
+from runtime.step_costs import _coarse_first, attention_ms, composition, measure_steps
 from tkernels._op import reference_ops
 
 TRACE = Path(__file__).resolve().parents[2] / "bench" / "traces" / "azure_llm_2023_conv.csv"
@@ -48,7 +48,7 @@ def test_measured_steps_give_back_the_costs_that_they_were_made_of(engine: Engin
     def ms(self: Any, mode: str, size: int, decodes: int, chunk: int, context: int) -> float:
         assert mode == "eager" or size >= decodes + chunk
         seen.add((mode, decodes + chunk))
-        return base(mode, size) + attention_ms(1e-4, 1e-5, decodes, chunk, context)
+        return base(mode, size) + attention_ms(1e-4, 1e-5, decodes, chunk, context, 256)
 
     monkeypatch.setattr(runtime.step_costs._Timer, "ms", ms)
     data = measure_steps(engine.runner)
@@ -75,10 +75,37 @@ def test_steps_are_really_timed(engine: Engine) -> None:
     assert engine.stats()["modes"]["step_sizes"] == {}, "timing counts no steps"
 
 
-def test_steps_longer_than_a_context_are_refused_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runner, "max_batch_tokens", 257)
-    with pytest.raises(ConfigError, match=r"scheduler.max_batch_tokens: expected at most the longest context, 256.*got 257"):
-        measure_steps(engine.runner)
+def test_steps_longer_than_a_context_are_timed_as_several_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def ms(self: Any, mode: str, size: int, decodes: int, chunk: int, context: int) -> float:
+        asked.append((decodes, chunk))
+        lengths = (self.runner.batch(decodes, chunk, context)["cu_seqlens_q"].diff()[decodes:]).tolist()
+        return 1.0 + 1e-5 * sum(each * (min(context, 256 - each) + each / 2) for each in lengths)
+
+    monkeypatch.setattr(engine.runner, "max_batch_tokens", 600)
+    monkeypatch.setattr(engine.runner, "bound", lambda longest: 1 if longest == 1 else 32)
+    monkeypatch.setattr(runtime.step_costs._Timer, "ms", ms)
+    data = measure_steps(engine.runner)
+    assert (1, 599) in asked, "three prompts of at most 256 tokens, and the one decode that may run beside them"
+    assert data["pair_ms"] == pytest.approx(1e-5)
+    assert [row["eager_ms"] for row in data["mixed"] if row["size"] > 256] == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+def test_a_budget_leaves_sizes_out_evenly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def ms(self: Any, mode: str, size: int, decodes: int, chunk: int, context: int) -> float:
+        now[0] += 1.0
+        return 1.0
+
+    monkeypatch.setattr(runtime.step_costs._Timer, "ms", ms)
+    monkeypatch.setattr(runtime.step_costs.time, "perf_counter", lambda: now[0])
+    data = measure_steps(engine.runner, budget_s=19.0)
+    assert data["not_timed"] > 0 and (data["decode"][0]["size"], data["decode"][-1]["size"]) == (1, 4)
+    assert (data["mixed"][0]["size"], data["mixed"][-1]["size"]) == (2, 32)
+    assert data["captured"]["decode"] == {"full": [1, 4], "piecewise": [1, 4]}
+    assert [size for _, size in _coarse_first("decode", list(range(9)))] == [0, 8, 4, 2, 6, 1, 3, 5, 7]
 
 
 def test_a_forced_mode_gives_the_same_tokens(engine: Engine) -> None:
@@ -94,8 +121,8 @@ def test_a_forced_mode_gives_the_same_tokens(engine: Engine) -> None:
 
 
 def test_composition_has_both_kinds_of_tokens() -> None:
-    assert [composition(size, 256) for size in (1, 2, 8, 100)] == [(0, 1), (1, 1), (4, 4), (16, 84)]
-    assert composition(100, 4) == (3, 97)
+    assert [composition(size, 256, 99) for size in (1, 2, 8, 99)] == [(0, 1), (1, 1), (4, 4), (16, 83)]
+    assert composition(100, 4, 100) == (3, 97) and composition(100, 4, 40) == (1, 99)
 
 
 def test_a_trace_is_cut_and_scaled() -> None:
@@ -159,12 +186,12 @@ def test_idle_share_is_the_time_between_steps_while_there_is_work(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    arena = SimpleNamespace(upload=lambda: None)
-    original = arena.upload
+    arena = SimpleNamespace(send=lambda: None)
+    original = arena.send
 
     def launch(step: float) -> str:
         now[0] += step  # the host prepares while the device has nothing to do
-        arena.upload()
+        arena.send()
         now[0] += 9.0
         return "launched"
 
@@ -178,7 +205,30 @@ def test_idle_share_is_the_time_between_steps_while_there_is_work(monkeypatch: p
     now[0] += 1000.0
     runner.launch(3.0)
     assert clock.idle_share() == pytest.approx(1.0 / (1.0 + 18.0))
-    runner.launch, arena.upload = launch, original
+    runner.launch, arena.send = launch, original
+
+
+def test_a_staged_step_begins_when_its_inputs_are_sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host prepares before that is no time of the step: else a host that is too slow would never show as idle time."""
+    recorded: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.number = len(recorded)
+            recorded.append(0)
+
+        def record(self) -> None:
+            recorded[self.number] += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    before = engine.counts()["modes"]["steps"]["eager"].copy()
+    clock = DeviceClock(engine)
+    engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5))
+    clock.detach()
+    eager = sum(engine.counts()["modes"]["steps"]["eager"].values()) - sum(before.values())
+    begins, ends = recorded[::2], recorded[1::2]
+    assert set(ends) == {1} and begins.count(1) == eager and begins.count(2) == len(begins) - eager
+    assert "launch" not in vars(engine.runner), "nothing stays behind"
 
 
 def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,15 +239,18 @@ def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsy
         assert main(["plan", "--config", str(config), "--json", str(costs)]) == 0
         assert "check: 1 decodes + 0 prompt tokens" in capsys.readouterr().out
         common = ["bench", "--config", str(config), "--trace", str(TRACE)]
-        options = ["--scale", "0.02", "--requests", "8", "--rate", "20", "--costs", str(costs), "--json", str(report)]
+        options = ["--scale", "0.02", "--requests", "8", "--rate", "20", "30", "--costs", str(costs), "--json", str(report)]
         code = main([*common, *options])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     for words in ("engine", "simulator", "goodput", "tokens by mode", "median time between tokens: the simulator says"):
         assert words in captured.out
     data = json.loads(report.read_text())
-    assert data["report"]["requests"] == data["simulated"]["requests"] == 8
-    assert data["report"].keys() == data["simulated"].keys()
+    assert [run["rate"] for run in data["runs"]] == [20.0, 30.0]
+    for run in data["runs"]:
+        assert run["report"]["requests"] == run["simulated"]["requests"] == 8
+        assert run["report"].keys() == run["simulated"].keys()
+        assert 0 < run["host"]["decide_us"]["p50"] <= run["host"]["step_us"]["p50"]
     assert (data["pages"], data["model"]) == (60, "random:tiny")
     for wrong, message in (
         (["--seconds", "-1"], "--seconds"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,28 @@ from runtime.measure import CostTable, fingerprint, interleaved_ms
 KEY = "max_query_len=1"
 
 
-def dispatcher(costs: dict[tuple[str, int], float | None], eager: dict[int, float] | None = None, *, mode: str = "auto") -> Dispatcher:
+def test_what_is_far_slower_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, int] = {"slow": 0, "fast": 0, "near": 0}
+    took = {"slow": 0.005, "fast": 0.001, "near": 0.0015}
+    now = [0.0]
+
+    def run(name: str) -> None:
+        calls[name] += 1
+        now[0] += took[name]
+
+    monkeypatch.setattr("runtime.measure.time.perf_counter", lambda: now[0])
+    ms = interleaved_ms({name: (lambda name=name: run(name)) for name in calls}, torch.device("cpu"), far=2.0)
+    assert ms == pytest.approx({name: 1e3 * s for name, s in took.items()})
+    assert calls == {"slow": 2, "fast": 8, "near": 8}, "the first call of each is no round"
+
+
+def dispatcher(costs: dict[tuple[str, int], float | None], eager: dict[int, float] | None = None, **options: Any) -> Dispatcher:
     """Captured (mode, size) with their cost in ms; None: captured and not measured."""
     table = CostTable({})
     table.ms = {(KEY, m, s): ms for (m, s), ms in costs.items() if ms is not None} | {
         (KEY, "eager", s): ms for s, ms in (eager or {}).items()
     }
-    made = Dispatcher(table, mode=mode)
+    made = Dispatcher(table, **options)
     made.keys[KEY] = Candidates({at: {"tokens": at[1], "seqs": min(at[1], 4)} for at in costs})
     return made
 
@@ -35,6 +51,16 @@ def pick(d: Dispatcher, tokens: int, seqs: int = 1) -> tuple[str, int]:
 def test_b040_a_larger_full_graph_that_is_cheaper_wins() -> None:
     d = dispatcher({("piecewise", 16): 2.0, ("full", 20): 1.0, ("full", 5): 0.9})
     assert pick(d, 15) == ("full", 20)
+
+
+def test_the_nearest_size_wins_where_that_is_asked_for() -> None:
+    d = dispatcher({("piecewise", 16): 2.0, ("full", 20): 1.0, ("full", 8): 9.0, ("piecewise", 8): 1.0}, {1: 0.1}, nearest=True)
+    assert [pick(d, n) for n in (1, 8, 9, 16, 17, 21)] == [
+        ("full", 8), ("full", 8), ("piecewise", 16), ("piecewise", 16), ("full", 20), ("eager", 21),
+    ]  # fmt: skip
+    text = str(d.decide(KEY, {"tokens": 9, "seqs": 1}))
+    assert text.startswith('piecewise at size 16, 7 padding rows, 2.000 ms: graph.pick = "nearest": the smallest that fits')
+    assert 'not eager at 9 (0.100 ms): graph.pick = "nearest"' in text
 
 
 def test_b040_without_costs_a_full_graph_that_fits_comes_first() -> None:

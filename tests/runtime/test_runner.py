@@ -261,6 +261,24 @@ def test_the_cache_takes_the_memory_that_is_left(device: torch.device) -> None:
         make_runner(device, cache={"page_size": 16}, graph={"mode": "eager", "capture_sizes": [], "memory_budget": total})
 
 
+def test_the_static_policy_takes_plain_graphs(device: torch.device) -> None:
+    """Full for decode, piecewise beside prompts, the nearest size, eager above: whatever this machine measures."""
+    limits = {"max_num_seqs": 9, "max_batch_tokens": 20, "policy": "static"}
+    runner = make_runner(device, graph={"max_tokens": 24, "on_capture_error": "raise"}, scheduler=limits, cache={"num_pages": 40})
+    runner.warmup()
+    sizes = {kind: runner.steps.captured(max_query_len=bound) for kind, bound in (("decode", 1), ("mixed", 20))}
+    assert sorted(sizes["decode"]) == [("full", size) for size in (1, 2, 4, 8, 9)]
+    assert sorted(sizes["mixed"]) == [("piecewise", size) for size in (2, 4, 8, 9, 16)], "no step has 24 tokens"
+    for (decodes, chunk), picked in {
+        (3, 0): ("full", 4), (9, 0): ("full", 9), (1, 2): ("piecewise", 4), (0, 10): ("piecewise", 16), (3, 14): ("eager", 17),
+    }.items():  # fmt: skip
+        decision = runner.steps.explain(**runner.batch(decodes, chunk))
+        assert (decision.mode, decision.size) == picked
+    pinned = make_runner(device, graph={"mode": "full", "capture_sizes": [4], "max_tokens": 8}, scheduler=limits)
+    pinned.warmup()
+    assert ("full", 4) in pinned.steps.captured(max_query_len=20)
+
+
 def test_warm_up_leaves_the_cache_clean(device: torch.device) -> None:
     """B010: page 0 stays finite, and no page is written by dummy steps."""
     runner = make_runner(device, graph={"mode": "auto", "capture_sizes": [1, 4], "max_tokens": 8, "on_capture_error": "raise"})

@@ -133,7 +133,7 @@ def test_costs_of_sizes_that_were_not_measured_lie_on_straight_lines(tmp_path: P
     file = tmp_path / "costs.json"
     rows = [PlanRow("", size, 50.0, 2.0 + size, 1.0 + size, "", 0) for size in (4, 8, 16)] + [PlanRow("", 64, 90.0, None, None, "", 0)]
     save_rows(file, "some GPU", {"decode": rows, "mixed": rows})
-    table = load_table(file, sizes=[2, 6, 16, 32])
+    table = load_table(file, captured={kind: {"piecewise": [2, 6, 16, 32], "full": [2, 6, 16, 32]} for kind in ("decode", "mixed")})
     assert [table.step(tokens, False) for tokens in (1, 5, 6, 9)] == [
         (5.0, "full", 2),
         (7.0, "full", 6),
@@ -141,7 +141,7 @@ def test_costs_of_sizes_that_were_not_measured_lie_on_straight_lines(tmp_path: P
         (17.0, "full", 16),
     ]
     assert table.step(17, False)[1:] == ("eager", 17), "no graph was measured that large"
-    plain = load_table(file, "fixed", [8], {"decode": ["full"], "mixed": ["piecewise"]})
+    plain = load_table(file, "fixed", {"decode": {"full": [8]}, "mixed": {"piecewise": [8]}})
     assert plain.step(3, False) == (9.0, "full", 8) and plain.step(3, True) == (10.0, "piecewise", 8) and plain.step(9, True)[1] == "eager"
 
 
