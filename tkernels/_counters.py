@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tkernels._launch import is_binding
 from tkernels._repeats import lend
 
-EAGER_WORDS, CAPTURED_WORDS = 1 << 17, 1 << 20  # int32; a 1B model takes some 1,300 a captured step of 5 to 64 rows
-_MOST = EAGER_WORDS // 1024  # of one launch: a device's queue holds about a thousand launches
+EAGER_WORDS, CAPTURED_WORDS = 1 << 20, 1 << 22  # int32; a captured step of 64 rows of a 1B model takes some 10,000
+_MOST_EAGER = EAGER_WORDS // 1024  # of one launch: a device's queue holds about a thousand launches
 
 
 class _Words:
@@ -28,7 +28,9 @@ class _Words:
         self._next = 0
         self._taken = 0
 
-    def turn(self, count: int) -> torch.Tensor:
+    def turn(self, count: int) -> torch.Tensor | None:
+        if count > _MOST_EAGER:
+            return None
         if self._next + count > EAGER_WORDS:
             self._next = 0
         self._next += count
@@ -48,7 +50,7 @@ _lock = threading.Lock()
 def counters(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros that no other launch uses; the kernel must leave them at zero. Starts on 32 bytes. Any thread may call."""
     count = (count + 7) & -8
-    if device.type == "cuda" and count <= _MOST:
+    if device.type == "cuda":
         capturing = torch.cuda.is_current_stream_capturing()
         with _lock:
             words = _words.get(device)

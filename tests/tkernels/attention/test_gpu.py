@@ -59,7 +59,7 @@ def bits_alone_and_in_a_batch(query_lens, **shape) -> tuple[Case, torch.Tensor]:
 @pytest.mark.parametrize("dim", [64, 96, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_bits_of_every_table_entry(dim, dtype):
-    """Alone a row takes the entry for few sequences and 8 columns of tensor cores, here the one for many and up to 32."""
+    """Alone a row takes the entry for one token and 8 columns of tensor cores, here the one for several and up to 32."""
     bits_alone_and_in_a_batch([1, 4, 8, 2, 1] * 8, dim=dim, dtype=dtype)
 
 
