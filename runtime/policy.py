@@ -50,6 +50,18 @@ def fill_budget(load: Load) -> Composition:
     return Composition(True, load.prompt_tokens)
 
 
+class _Chunk(NamedTuple):
+    """A number of prompt tokens that a round may have, and what the table says of it, context left out: beside the decodes, alone, and of
+    the step with the rest of all prompt tokens after so many such rounds."""
+
+    tokens: int
+    joined_ms: float
+    alone_ms: float
+    rounds: int
+    rest: int
+    rest_ms: float
+
+
 class CheapestPerToken:
     """``policy = "cost"``: the step that costs least per token, within the targets.
 
@@ -66,6 +78,7 @@ class CheapestPerToken:
     def __init__(self, table: StepCosts, *, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> None:
         self.table, self.ttft_ms, self.itl_ms = table, ttft_ms, itl_ms
         self._known: dict[tuple[int, int, int, int, bool], tuple[int, bool]] = {}
+        self._chunks: dict[tuple[int, int], tuple[_Chunk, ...]] = {}
 
     def __call__(self, load: Load) -> Composition:
         key = (load.decodes, load.prompt_tokens, load.context >> 10, load.prompt_context >> 9, self._hurry(load))
@@ -98,21 +111,20 @@ class CheapestPerToken:
         rounds: list[tuple[float, float, int, bool]] = []  # cost, ms, prompt tokens, together
         shortest = (INF, 0, True)
         best = INF
-        for tokens in self._candidates(decodes, most):
-            attention = table.pair_ms * tokens * (load.prompt_context + tokens / 2)
-            joined = table.ms(decodes + tokens, True) + reading + attention
-            apart = table.ms(tokens, True) + attention + decode_ms if decodes else INF
+        pair_ms, prompt_context = table.pair_ms, load.prompt_context
+        for tokens, joined_ms, alone_ms, count, rest, rest_ms in self._candidates(decodes, most):
+            attention = pair_ms * tokens * (prompt_context + tokens / 2)
+            joined = joined_ms + reading + attention
+            apart = alone_ms + attention + decode_ms if decodes else INF
             ms, together = (joined, True) if joined <= apart else (apart, False)
             if ms > limit:
                 shortest = min(shortest, (ms, tokens, together))
                 continue
-            if bounded:  # what counts is when all these prompts have run: a rest costs a whole step of its own
-                count, rest = divmod(most, tokens)
-                cost = ms * count + (table.ms(decodes + rest, True) + reading if rest else 0.0)
-            else:
-                cost = ms / (decodes + tokens)
+            # Within a bound what counts is when all these prompts have run: a rest costs a whole step of its own.
+            cost = ms * count + (rest_ms + reading if rest else 0.0) if bounded else ms / (decodes + tokens)
             rounds.append((cost, ms, tokens, together))
-            best = min(best, cost)
+            if cost < best:
+                best = cost
             if cost > 1.5 * best:
                 break  # candidates become shorter, and shorter ones dearer
         if not rounds:  # of steps without a known cost none is within a target: all of them, as without one
@@ -127,7 +139,22 @@ class CheapestPerToken:
                 chosen = longest
         return chosen[2], chosen[3]
 
-    def _candidates(self, decodes: int, most: int) -> Iterator[int]:
+    def _candidates(self, decodes: int, most: int) -> tuple[_Chunk, ...]:
+        """The chunks worth a look, long ones first. They are the same at every context, and asked for at many."""
+        known = self._chunks.get((decodes, most))
+        if known is None:
+            if len(self._chunks) >= 1 << 12:
+                self._chunks.clear()
+            ms, made = self.table.ms, []
+            for tokens in dict.fromkeys(self._lengths(decodes, most)):
+                count, rest = divmod(most, tokens)
+                made.append(
+                    _Chunk(tokens, ms(decodes + tokens, True), ms(tokens, True), count, rest, ms(decodes + rest, True) if rest else 0.0)
+                )
+            known = self._chunks[decodes, most] = tuple(made)
+        return known
+
+    def _lengths(self, decodes: int, most: int) -> Iterator[int]:
         """Chunk lengths worth a look, long ones first: all, and shares of all that end on a captured size, with decodes or without."""
         table = self.table
         sizes = table.sizes or table.measured

@@ -120,7 +120,7 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0
-    steps_in_flight: int = 0
+    unsampled_in_flight: int = 0  # steps in flight that sample nothing for it: its prompt's chunks but the last
     row: int = -1  # its row in the runner's block table while it runs
     exhausted: bool = False  # the steps in flight sample its last token
     arrived_ms: float = 0.0  # by the scheduler's predicted clock
@@ -134,6 +134,11 @@ class Request:
         self.end_tokens = (frozenset() if self.params.ignore_eos else self.eos_tokens) | frozenset(self.params.stop_token_ids)
         self.lockstep = self.mask is not None
         self.adjusts = self.lockstep or self.params.adjusts
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step in flight works on it."""
+        return self.num_sampling > 0 or self.unsampled_in_flight > 0
 
     @property
     def num_generated(self) -> int:

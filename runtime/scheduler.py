@@ -13,10 +13,11 @@ writes is neither preempted nor freed before it has come back.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from runtime.admission import AnswerLengths, peak_tokens
@@ -27,6 +28,7 @@ from runtime.policy import CheapestPerToken, Composition, Load, fill_budget
 from runtime.request import FinishReason, Request, RequestError
 
 Policy = Callable[[Load], Composition]
+_number = attrgetter("number")
 _AHEAD = 32  # prompts that are admitted before their turn, so that the shortest can be chosen
 _OVERTAKE_SHARE = 0.5  # of the target for the first token, until which a prompt may be overtaken
 
@@ -109,7 +111,7 @@ class Scheduler:
         self._lengths = AnswerLengths()
         self._prefilling: list[Request] = []  # running requests with more than one token to run, and when stale some that were
         self._stale = False
-        self._exhausted = 0  # running requests that have nothing left to run
+        self._decoding: list[Request] = []  # the other running requests that have something left to run, by arrival
         self._blocked = False  # the first waiting request was not admitted, and no pages have come back since
         self._skipped = False  # the last step left the decodes out
 
@@ -143,8 +145,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None when nothing can run before a step in flight has come back, or when there is no work."""
         if self._stale:
-            self._prefilling = [each for each in self._prefilling if each.row >= 0 and each.finish_reason is None and each.num_to_run > 1]
-            self._stale = False
+            self._sort_out()
         admitting = bool(self.waiting and self._rows and not self._blocked)
         decode, allowance = self._compose(admitting) if admitting or self._prefilling else (True, 0)
         chunks: list[Row] = []
@@ -179,8 +180,10 @@ class Scheduler:
         self.steps_in_flight -= 1
         grown, page_size = [], self.blocks.page_size
         for (request, start, count, samples, _), token in zip(step.rows, tokens, strict=True):
-            request.steps_in_flight -= 1
-            request.num_sampling -= samples
+            if samples:
+                request.num_sampling -= 1
+            else:
+                request.unsampled_in_flight -= 1
             if request.finish_reason is not None:  # it ended while this step was in flight: the token is not part of the answer
                 self._release_if_idle(request)
                 continue
@@ -204,8 +207,10 @@ class Scheduler:
         self.steps_in_flight -= 1
         failed = []
         for request, _, _, samples, _ in step.rows:
-            request.steps_in_flight -= 1
-            request.num_sampling -= samples
+            if samples:
+                request.num_sampling -= 1
+            else:
+                request.unsampled_in_flight -= 1
             if request.finish_reason is None:
                 self.finish(request, "error")
                 failed.append(request)
@@ -220,17 +225,32 @@ class Scheduler:
         request.finish_reason = reason
         if reason in ("stop", "length"):
             self._lengths.add(request.num_generated)
-        if request.exhausted:
-            self._exhausted -= 1
         self._stale, self._blocked = True, False
+        self._leave_decoding(request)
         queue: list[Request] | deque[Request] = self.running
         if request.row < 0:
             queue = self.waiting
             self.waiting_tokens -= len(request.tokens)
-        index = bisect_left(queue, request.number, key=lambda other: other.number)
+        index = bisect_left(queue, request.number, key=_number)
         assert queue[index] is request
         del queue[index]
         self._release_if_idle(request)
+
+    def _sort_out(self) -> None:
+        """What of the prompts is still one, and what decodes from now on."""
+        prompts, self._prefilling, self._stale = self._prefilling, [], False
+        for each in prompts:
+            if each.row < 0 or each.finish_reason is not None:
+                continue
+            if each.num_to_run > 1:
+                self._prefilling.append(each)
+            elif not each.exhausted:
+                insort(self._decoding, each, key=_number)
+
+    def _leave_decoding(self, request: Request) -> None:
+        index = bisect_left(self._decoding, request.number, key=_number)
+        if index < len(self._decoding) and self._decoding[index] is request:
+            del self._decoding[index]
 
     @property
     def _context(self) -> int:
@@ -239,7 +259,7 @@ class Scheduler:
 
     def _compose(self, admitting: bool) -> Composition:
         """What the policy makes of the decodes, of the prompts that run and, if one could be admitted, of those that wait."""
-        num_decodes = len(self.running) - len(self._prefilling) - self._exhausted
+        num_decodes = len(self._decoding)
         pending = sum(request.num_to_run for request in self._prefilling) + (self.waiting_tokens if admitting else 0)
         joining = min(self.max_batch_tokens - num_decodes, pending)
         if joining <= 0:
@@ -257,13 +277,12 @@ class Scheduler:
 
         With hundreds of requests this loop is the scheduler's time.
         """
-        running, page_size, append = self.running, self.blocks.page_size, chunks.append
-        preempted = False
-        for request in running:  # preemption takes requests from the end, behind the one that is given a token
+        page_size, append = self.blocks.page_size, chunks.append
+        preempted = exhausts = False
+        for request in self._decoding:  # preemption takes requests from the end, behind the one that is given a token
             start = request.num_scheduled
-            sampling = request.num_sampling
-            length = len(request.tokens) + sampling
-            if length != start + 1 or request.exhausted or (sampling and request.lockstep):
+            length = start + 1
+            if request.lockstep and request.num_sampling:
                 continue
             if not start % page_size and start == len(request.pages) * page_size:
                 fits, victims = self._grow(request, length)
@@ -274,12 +293,12 @@ class Scheduler:
                 if not fits:
                     continue
             request.num_scheduled = length
-            request.num_sampling = sampling + 1
-            request.steps_in_flight += 1
+            request.num_sampling += 1
             if length + 1 >= request.token_limit:
-                request.exhausted = True
-                self._exhausted += 1
+                request.exhausted = exhausts = True
             append((request, start, 1, True, length - request.num_prompt))
+        if exhausts:
+            self._decoding = [request for request in self._decoding if not request.exhausted]
         return preempted
 
     def _give_prompts(self, chunks: list[Row], allowance: int, admitting: bool) -> int:
@@ -323,11 +342,11 @@ class Scheduler:
         start, length = request.num_scheduled, len(request.tokens) + request.num_sampling
         samples = start + count == length
         request.num_scheduled = start + count
-        request.num_sampling += samples
-        request.steps_in_flight += 1
-        if samples and length + 1 >= request.token_limit:
-            request.exhausted = True
-            self._exhausted += 1
+        if samples:
+            request.num_sampling += 1
+            request.exhausted = length + 1 >= request.token_limit
+        else:
+            request.unsampled_in_flight += 1
         self._stale = True
         return request, start, count, samples, length - request.num_prompt
 
@@ -336,10 +355,7 @@ class Scheduler:
         for request, start, _, _, _ in chunks:
             request.num_scheduled = start
             request.num_sampling -= 1
-            request.steps_in_flight -= 1
-            if request.exhausted:
-                request.exhausted = False
-                self._exhausted -= 1
+            request.exhausted = False
 
     def _grow(self, request: Request, num_tokens: int) -> tuple[bool | None, int]:
         """Pages for ``num_tokens``, if need be from later arrivals: (did they suffice, how many were preempted).
@@ -412,8 +428,9 @@ class Scheduler:
         return peak_tokens(coming) <= blocks.usable_pages * blocks.page_size
 
     def _preempt(self, request: Request) -> None:
-        assert request.steps_in_flight == 0
+        assert not request.in_flight
         self.running.pop()
+        self._leave_decoding(request)
         self._give_back(request)
         request.num_computed = request.num_scheduled = request.num_registered = 0
         request.preemptions += 1
@@ -422,7 +439,7 @@ class Scheduler:
         self.waiting_tokens += len(request.tokens)
 
     def _release_if_idle(self, request: Request) -> None:
-        if request.steps_in_flight == 0 and request.row >= 0:
+        if not request.in_flight and request.row >= 0:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:

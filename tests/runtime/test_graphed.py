@@ -530,7 +530,7 @@ def test_the_plan_says_where_another_context_picks_otherwise(device: torch.devic
     usual = {"full": 1.0, "piecewise": 2.0, "eager": 9.0}
     seen: list[int] = []
 
-    def timed(runs: dict[str, Any], device: torch.device) -> dict[str, float]:
+    def timed(runs: dict[str, Any], device: torch.device, **options: Any) -> dict[str, float]:
         return {mode: (long if seen[-1] else usual)[mode] for mode in runs}
 
     def make_inputs(size: int, key: dict[str, Any], *context: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:

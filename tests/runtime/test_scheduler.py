@@ -75,6 +75,9 @@ class Rig:
             assert request.row >= 0
         rows = [request.row for request in live]
         assert len(set(rows)) == len(rows)
+        prompts = {request.number for request in self.scheduler._prefilling}
+        rest = [each for each in self.scheduler.running if not each.exhausted and each.number not in prompts]
+        assert self.scheduler._decoding == rest, "the list that is kept is what it stands for"
 
     def check_end(self) -> None:
         assert self.blocks.num_available == self.blocks.usable_pages
