@@ -54,7 +54,8 @@ def measure(arguments: argparse.Namespace) -> list[str]:
         running = []
         for policy, name in zip(arguments.policies[start : start + gpus], names, strict=False):
             print(f"{policy} on GPU {name}: {' '.join(command(policy, arguments)[1:])}", flush=True)
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": name} if torch.cuda.is_available() else dict(os.environ)
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what was said stays, should the process be ended
+            environment |= {"CUDA_VISIBLE_DEVICES": name} if torch.cuda.is_available() else {}
             with (arguments.work / f"log_{policy}.txt").open("w") as log:
                 process = subprocess.Popen(command(policy, arguments), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
             running.append((policy, process))

@@ -325,6 +325,8 @@ class Runner:
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> Plan:
         """Capture and time every size, for steps of single tokens (decode) and for steps with a chunk of a prompt."""
+        if self.device.type == "cuda":  # elsewhere nothing is compiled
+            self.sampler.warm_up(self.model.embed_tokens.dtype)
         keys = [{"max_query_len": 1}]
         mixed = {"max_query_len": self.max_batch_tokens}
         if any(self._representative(size, mixed) for size in range(2, self.config.graph.max_tokens + 1)):

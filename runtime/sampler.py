@@ -9,6 +9,7 @@ request takes the slot, and is made when the first request needs it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from runtime.request import Request, RequestError, SamplingParams, TokenLogprob
 from runtime.scheduler import Chunk, Step
 
 _MAX_BIAS = 1024  # entries of one request, as SamplingParams allows
+_BIAS_WIDTHS = (32, _MAX_BIAS)  # of the entries that a step reads: each is a kernel of its own
+_MOST_LOGPROBS = 20  # as SamplingParams allows
 
 
 class Pending(NamedTuple):
@@ -97,6 +100,27 @@ class SlotSampler:
                 f"its state for scheduler.max_num_seqs = {self.num_slots} requests takes {needed >> 20} MiB, which {self.device} does not "
                 "have; lower cache.num_pages or scheduler.max_num_seqs"
             ) from error
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile every kernel that a request may ask for, so that the first one to ask does not stop all others in a step.
+
+        dtype: of the logits. On a state of one slot, which is dropped again: that of all slots is made when it is needed.
+        """
+        own = SlotSampler(self.vocab, 1, self.device)
+        logits = torch.zeros((2, self.vocab), dtype=dtype, device=self.device)
+        for penalty, allowed, entries in product((0.0, 1.0), (None, (0,)), (0, *_BIAS_WIDTHS)):
+            bias = dict.fromkeys(range(min(entries, self.vocab)), 0.0)
+            params = SamplingParams(temperature=1.0, min_p=0.1, presence_penalty=penalty, allowed_token_ids=allowed, logit_bias=bias)
+            request = Request(0, (0,), params)
+            request.row = 0
+            own.admit(request)
+            own._draw([(0, Chunk(request, 0, 1, True, 0))], logits, {})
+        assert own._counts is not None
+        tokens = torch.zeros(4096, dtype=torch.int64, device=self.device)
+        for length, prompt in product((1, 64, 128, 4096), (False, True)):  # a block for each power of two up to 256
+            tkernels.count_tokens(own._counts, tokens[:length], tokens[:length], prompt=prompt)
+        for count in range(min(_MOST_LOGPROBS, self.vocab) + 1):
+            tkernels.top_logprobs(logits[:1], tokens[:1], count)
 
     def admit(self, request: Request) -> None:
         """A request has taken its row: set the state of that slot. Its tokens are all known then, also after a preemption."""
@@ -181,7 +205,7 @@ class SlotSampler:
             state |= {"counts": self._counts, "repetition": repetition, "presence": presence, "frequency": frequency}
         if width := max(len(each.logit_bias) for each in params):
             assert self._bias is not None
-            width = 1 << (width - 1).bit_length()
+            width = next(each for each in _BIAS_WIDTHS if each >= width)
             state |= {"bias_ids": self._bias[0][:, :width], "bias_values": self._bias[1][:, :width]}
         self._take_masks(requests, masks)
         if any(request.mask is not None or request.params.allowed_token_ids is not None for request in requests):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import tkernels
 from runtime.engine import Engine
 from runtime.request import RequestError, SamplingParams
 from runtime.sampler import pack_mask
@@ -123,6 +124,62 @@ def test_plain_rows_draw_the_same_beside_others(device: torch.device) -> None:
     assert together[2].token_ids == reference(device, prompts[2], others[0], 0)[0]
     assert engine.generate(prompts[:2], plain) == alone
     assert sum(engine.stats()["modes"]["steps"]["full"].values()) > 30, "the steps were captured ones"
+
+
+def _ask_for_everything(engine: Engine) -> None:
+    """Every parameter alone and all side by side, with masks, short and long prompts."""
+    params = [SamplingParams(max_tokens=4, logprobs=index % 4, **each) for index, each in enumerate(PARAMS)]
+    many = SamplingParams(max_tokens=3, logit_bias=dict.fromkeys(range(40), 1.0), presence_penalty=1.0)
+    for prompt in (prompt_of(3), prompt_of(40)):
+        for each in [*params, many]:
+            engine.generate([prompt], each)
+        engine.generate([prompt] * len(params), params)
+        for each in (SamplingParams(max_tokens=3), many):
+            answer = engine.submit(prompt, each, mask=lambda tokens: words_of([1, 5, 60]))
+            while not answer.finished:
+                engine.step()
+
+
+def test_the_warm_up_has_every_kernel_that_requests_ask_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells one compiled kernel from another: which state there is, and how wide the blocks are."""
+    block = lambda n: min(256, max(32, 1 << (n - 1).bit_length()))
+    seen: set[Any] = set()
+    for name, variant in {
+        "adjust_logits": lambda logits, **k: (logits.dtype, logits.stride(0), *sorted(k), k["bias_ids"].shape[1] if "bias_ids" in k else 0),
+        "count_tokens": lambda counts, slots, tokens, prompt=False: (block(len(tokens)), prompt) if len(tokens) else None,
+        "top_logprobs": lambda logits, tokens, n: n,
+        "sample": lambda logits, *_, min_p=None: (logits.dtype, min_p is None),
+    }.items():
+        op = getattr(tkernels, name)
+
+        def noting(*args: Any, name: str = name, op: Any = op, variant: Any = variant, **kwargs: Any) -> Any:
+            seen.add((name, variant(*args, **kwargs)))
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(tkernels, name, noting)
+    engine = make_engine(device)
+    engine.runner.sampler.warm_up(torch.float32)
+    warm = seen | {("count_tokens", None), ("sample", (torch.float32, True))}  # nothing to count; the plain draw of every step
+    assert engine.runner.sampler._counts is None, "the state of all slots is made when it is needed"
+    seen.clear()
+    _ask_for_everything(engine)
+    assert len(seen) > 12 and seen <= warm
+
+
+@pytest.mark.gpu
+def test_no_request_compiles_anything_after_the_start(device: torch.device) -> None:
+    import triton.knobs
+
+    engine = make_engine(device)
+    engine.generate([prompt_of(3), prompt_of(40)], SamplingParams(max_tokens=3))  # the model's own kernels
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **each: compiled.append(str(each["repr"]))
+    try:
+        _ask_for_everything(engine)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
 
 
 def test_logprobs_come_with_the_stream(device: torch.device) -> None:
