@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.arena import Dim
+from runtime.inputs import Dim
 
 Dynamic = Mapping[str, int | Mapping[int, str]]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

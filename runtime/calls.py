@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.arena import Arena, Layout
 from runtime.binding import Call
 from runtime.contract import same_bits
-from runtime.dispatch import Decision
 from runtime.graph import CaptureError
-from runtime.outputs import Borrowed
+from runtime.ready import Borrow, Ready, outputs
 from runtime.steps import Captured, KeySteps, Steps
 
 
@@ -30,20 +27,6 @@ class Route(NamedTuple):
     names: tuple[tuple[int, str], ...]
     sizes: dict[str, int]
     illegal: str
-
-
-class StagedRoute(NamedTuple):
-    """What is known of all staged steps with the same sizes, host values and measured context."""
-
-    key: KeySteps
-    decision: Decision
-    captured: Captured
-    sizes: dict[str, int]
-    layout: Layout
-
-    def is_current(self) -> bool:
-        """Whether its step was not reset, dropped or captured again."""
-        return self.key.captured.get((self.decision.mode, self.decision.size)) is self.captured
 
 
 def illegal_shape(key: KeySteps, call: Call) -> str:
@@ -90,7 +73,7 @@ def replay(
     real: Mapping[str, int],
     *,
     poison: bool,
-    borrow: bool | Collection[int],
+    borrow: Borrow,
 ) -> Any:
     """Run a captured step on a call's tensors and hand out its real rows."""
     steps.pool.follow()
@@ -100,16 +83,15 @@ def replay(
     for name in captured.mutated:
         values[name].copy_(key.arena.real_part(name, views[name], real))
     key.arena.touched(captured.mutated)
-    return _rows(steps, key, captured, real, borrow)
+    return outputs(steps, key.arena, captured.output.at(real), borrow)
 
 
-def replay_staged(steps: Steps, route: StagedRoute, *, poison: bool, borrow: bool | Collection[int]) -> Any:
-    """The same on what was written into the arena's staging buffer."""
-    key, captured = route.key, route.captured
+def replay_staged(steps: Steps, ready: Ready) -> Any:
+    """A ready step on what was written into the arena's staging buffer, with NaN in its padding, and compared."""
     steps.pool.follow()
-    views = key.arena.send(route.layout)
-    _run(steps, key, captured, views, route.sizes, poison)
-    return _rows(steps, key, captured, route.sizes, borrow)
+    views = ready.arena.send(ready.layout)
+    _run(steps, ready.key, ready.captured, views, ready.sizes, True)
+    return outputs(steps, ready.arena, ready.rows, ready.borrow)
 
 
 def _run(steps: Steps, key: KeySteps, captured: Captured, views: Mapping[str, torch.Tensor], real: Mapping[str, int], poison: bool) -> None:
@@ -118,14 +100,6 @@ def _run(steps: Steps, key: KeySteps, captured: Captured, views: Mapping[str, to
     else:
         captured.step.replay()
     steps.replays += 1
-
-
-def _rows(steps: Steps, key: KeySteps, captured: Captured, real: Mapping[str, int], borrow: bool | Collection[int]) -> Any:
-    if borrow is False:
-        return captured.output.real_rows(real, torch.clone)
-    if borrow is True:
-        return captured.output.real_rows(real, partial(_lend, steps, steps.replays, key.arena))
-    return captured.output.real_rows(real, torch.clone, borrow, partial(_replayed_since, steps, steps.replays))
 
 
 class Staged:
@@ -160,13 +134,3 @@ def _replay_poisoned(key: KeySteps, captured: Captured, views: Mapping[str, torc
     for i, (want, have) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)):
         if isinstance(want, torch.Tensor) and not same_bits(want, have):
             raise CaptureError(f'graph.check = "poison": output {i} of the replay differs from the same callable not captured')
-
-
-def _lend(steps: Steps, now: int, arena: Arena, tensor: torch.Tensor) -> torch.Tensor:
-    if arena.holds(tensor):  # an input handed through: the next call fills it before it reads what the caller passes
-        return tensor.clone()
-    return Borrowed.over(tensor, partial(_replayed_since, steps, now))
-
-
-def _replayed_since(steps: Steps, now: int) -> bool:
-    return steps.replays != now

@@ -64,7 +64,7 @@ class Dispatcher:
     def __init__(self, table: CostTable, *, mode: str = "auto", token: str = "tokens", nearest: bool = False) -> None:
         self.table, self.mode, self.token, self.nearest = table, mode, token, nearest
         self.keys: dict[str, Candidates] = {}
-        self._counts: dict[tuple[str, int, str, int], int] = {}  # one entry a step; what is asked of it is added up when asked
+        self._counts: dict[tuple[str, int, str, int], list[int]] = {}  # what is asked of it is added up when asked
         self.unknown_keys: Counter[str] = Counter()
         self.eager_reasons: Counter[str] = Counter()
         self._picks: dict[tuple[str, int, int], Decision] = {}
@@ -112,12 +112,15 @@ class Dispatcher:
         return _fits(sizes, padded) and not (candidates.exact and _pads(sizes, padded))
 
     def count(self, key: str, n: int, pick: Decision) -> None:
-        which = key, n, pick.mode, pick.size
-        self._counts[which] = self._counts.get(which, 0) + 1
+        self.counter(key, n, pick)[0] += 1
         if pick.mode == "eager":
             self.eager_reasons[pick.reason] += 1
             if key not in self.keys:
                 self.unknown_keys[key] += 1
+
+    def counter(self, key: str, n: int, pick: Decision) -> list[int]:
+        """The count of such steps, in a list of one, for a caller that counts many of them itself; not of eager ones."""
+        return self._counts.setdefault((key, n, pick.mode, pick.size), [0])
 
     @property
     def steps(self) -> Counter[tuple[str, int]]:
@@ -137,8 +140,9 @@ class Dispatcher:
 
     def _added_up(self, by: Callable[[str, int, str, int], Any], weight: Callable[[int, int], int] = lambda n, size: 1) -> Counter[Any]:
         counts: Counter[Any] = Counter()
-        for (key, n, mode, size), count in list(self._counts.items()):  # a list: another thread may be counting
-            counts[by(key, n, mode, size)] += count * weight(n, size)
+        for (key, n, mode, size), (count,) in list(self._counts.items()):  # a list: another thread may be counting
+            if count:
+                counts[by(key, n, mode, size)] += count * weight(n, size)
         return counts
 
     def decide(self, key: str, sizes: Mapping[str, int], illegal: str = "", *, brief: bool = False, context: int | None = None) -> Decision:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime.binding import Binding, Call, Dynamic, key_text
-from runtime.calls import Route, Staged, StagedRoute, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
+from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
@@ -34,6 +34,7 @@ from runtime.graph import CaptureError
 from runtime.measure import CostTable, fingerprint
 from runtime.plan import Plan
 from runtime.proofs import Proofs, file_beside, rests_on
+from runtime.ready import Known, Ready, known_call
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
 from runtime.warmup import Prepared, Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
@@ -41,7 +42,8 @@ MakeInputs = Callable[..., "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
 _MAX_ROUTES = 1 << 16
-_MAX_STAGED_ROUTES = 1 << 12
+_MAX_READY = 1 << 12
+_NEWEST = "newest"  # where the dispatcher's memo has the kind of the newest call
 _HOT = 8  # steps after which a lazily captured size is worth its capture
 
 
@@ -305,33 +307,98 @@ class GraphedModule(torch.nn.Module):
         return AtContext(self, context)
 
     def _call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._lock, _NoGrad():  # calls of several threads take turns: they fill the same input buffers
-            if self._steps is None:
-                if self._binding.read(args, kwargs).sizes[self._binding.token] == 0:
-                    return self.module(*args, **kwargs)
-                self.warmup(*args, **kwargs)
-            steps, dispatcher = self._steps, self._dispatcher
-            assert steps is not None and dispatcher is not None
-            route, tensors = self._route(steps, args, kwargs)
-            key, illegal = route.key, route.illegal
-            if key is not None and not illegal and (key.static or key.writes_arguments):
-                illegal = illegal_memory(key, tensors)
-            illegal = illegal or illegal_state(steps.device)
-            decision = dispatcher.dispatch(route.text, route.sizes, illegal, context)
-            if key is None:
-                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
-                return self.module(*args, **kwargs)
-            if decision.mode == "eager":
-                if self.config.graph.capture == "lazy":
-                    self._note_hot(key, route.sizes)
-                return self._run_eager(key, tensors, illegal)
-            if (moved := steps.persistent.moved(sweep=self.config.graph.check != "off")) is not None:
-                self._moved(moved)
-            captured = key.captured.get((decision.mode, decision.size))
-            if captured is None:  # the capture that the moved weight made necessary has failed
-                return self._run_eager(key, tensors, illegal)
-            poison = self.config.graph.check == "poison"
-            return replay(steps, key, captured, tensors, route.sizes, poison=poison, borrow=self.borrow)
+        with self._lock:  # calls of several threads take turns: they fill the same input buffers
+            with_grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
+            try:
+                steps, dispatcher = self._steps, self._dispatcher
+                if steps is None or dispatcher is None:
+                    return self._first_call(context, args, kwargs)
+                known: Known | None = dispatcher.memo.get(_NEWEST)
+                if known is None or known.context != context or (tensors := known.tensors(args, kwargs)) is None:
+                    return self._look_up(steps, dispatcher, context, args, kwargs)
+                ready = known.ready
+                if not ready.is_current() or torch.is_autocast_enabled(ready.device_type):
+                    return self._look_up(steps, dispatcher, context, args, kwargs)
+                if (moved := steps.persistent.moved(self.config.graph.check != "off")) is not None:
+                    return self._look_up(steps, dispatcher, context, args, kwargs, moved)
+                ready.count[0] += 1
+                return known.run(steps, tensors)
+            finally:
+                torch._C._set_grad_enabled(with_grad)
+
+    def _first_call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Warms up on its own arguments."""
+        if self._binding.read(args, kwargs).sizes[self._binding.token] == 0:
+            return self.module(*args, **kwargs)
+        self.warmup(*args, **kwargs)
+        assert self._steps is not None and self._dispatcher is not None
+        return self._look_up(self._steps, self._dispatcher, context, args, kwargs)
+
+    def _look_up(
+        self,
+        steps: Steps,
+        dispatcher: Dispatcher,
+        context: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        moved: str | None = None,
+    ) -> Any:
+        """A call that is not like the one before: decide, and make ready for the next of its kind. moved: what the sweep has found."""
+        route, tensors, known_by = self._route(steps, args, kwargs)
+        key, illegal = route.key, route.illegal
+        if key is not None and not illegal and (key.static or key.writes_arguments):
+            illegal = illegal_memory(key, tensors)
+        illegal = illegal or illegal_state(steps.device)
+        decision = dispatcher.dispatch(route.text, route.sizes, illegal, context)
+        if key is None:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
+            return self.module(*args, **kwargs)
+        if decision.mode == "eager":
+            if self.config.graph.capture == "lazy":
+                self._note_hot(key, route.sizes)
+            return self._run_eager(key, tensors, illegal)
+        moved = moved or steps.persistent.moved(sweep=self.config.graph.check != "off")
+        if moved is not None:
+            self._moved(moved)
+        captured = key.captured.get((decision.mode, decision.size))
+        if captured is None:  # the capture that the moved weight made necessary has failed
+            return self._run_eager(key, tensors, illegal)
+        poison = self.config.graph.check == "poison"
+        if known_by is not None and not (poison or key.static or key.writes_arguments):
+            known = self._known(dispatcher, known_by, key, decision, captured, route.sizes, context, args, kwargs)
+            given = None if known is None else known.tensors(args, kwargs)
+            if known is not None and given is not None:
+                return known.run(steps, given)
+        return replay(steps, key, captured, tensors, route.sizes, poison=poison, borrow=self.borrow)
+
+    def _known(
+        self,
+        dispatcher: Dispatcher,
+        known_by: tuple[Any, ...],
+        key: KeySteps,
+        decision: Decision,
+        captured: Captured,
+        sizes: dict[str, int],
+        context: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Known | None:
+        """What serves calls like this one, remembered; from now on it is looked at first."""
+        memo = dispatcher.memo
+        remembered_as = known_by, context, len(args), tuple(kwargs)
+        known: Known | None = memo.get(remembered_as)
+        ready = known.ready if known is not None and known.ready.is_current() else None
+        if known is None or ready is None or known.tensors(args, kwargs) is None:  # new, or its tensors lie elsewhere or otherwise
+            ready = ready or Ready(key, decision, captured, sizes, dispatcher, self.borrow)
+            known = known_call(ready, context, args, kwargs, self._binding.names)
+            if known is None:
+                return None
+            if len(memo) > _MAX_READY:
+                memo.clear()
+            memo[remembered_as] = known
+        memo[_NEWEST] = known
+        return known
 
     def stage(self, sizes: Mapping[str, int], *, context: int | None = None, **host: Any) -> Staged | None:
         """Arrays to write the next step's inputs into, so that one copy brings them all to the device; calling it runs the step.
@@ -350,27 +417,27 @@ class GraphedModule(torch.nn.Module):
             self._check_sizes(sizes)
             return None
         known_by = (*sizes.items(), dispatcher.bucket(context), *[(n, v.__class__, repr(v)) for n, v in host.items()])
-        route: StagedRoute | None = dispatcher.memo.get(known_by)
-        if route is None or not route.is_current():
-            route = self._staged_route(steps, dispatcher, sizes, context, host)
-            if route is None:
+        ready: Ready | None = dispatcher.memo.get(known_by)
+        if ready is None or not ready.is_current():
+            ready = self._ready_to_stage(steps, dispatcher, sizes, context, host)
+            if ready is None:
                 return None
-            if len(dispatcher.memo) > _MAX_STAGED_ROUTES:
+            if len(dispatcher.memo) > _MAX_READY:
                 dispatcher.memo.clear()
-            dispatcher.memo[known_by] = route
-        if illegal_state(steps.device):
+            dispatcher.memo[known_by] = ready
+        if torch.is_autocast_enabled(ready.device_type):
             return None
-        arena = route.key.arena
-        arrays = arena.hand_out(route.layout)
-        return Staged(arrays, partial(self._run_staged, route, context, arena.handed_out))
+        arena = ready.arena
+        arrays = arena.hand_out(ready.layout).heads
+        return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out))
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if sizes.keys() != self._size_names or min(sizes.values()) < 0:
             raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
 
-    def _staged_route(
+    def _ready_to_stage(
         self, steps: Steps, dispatcher: Dispatcher, sizes: Mapping[str, int], context: int | None, host: Mapping[str, Any]
-    ) -> StagedRoute | None:
+    ) -> Ready | None:
         self._check_sizes(sizes)
         key = next((key for key in steps.keys.values() if self._binding.host(host, key.specs) == key.host), None)
         if key is None:
@@ -382,23 +449,28 @@ class GraphedModule(torch.nn.Module):
         captured = key.captured.get((decision.mode, decision.size))
         if captured is None:
             return None
-        return StagedRoute(key, decision, captured, dict(sizes), key.arena.layout(sizes, captured.padded))
+        return Ready(key, decision, captured, sizes, dispatcher, self.borrow)
 
-    def _run_staged(self, route: StagedRoute, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
-        with self._lock, _NoGrad():
-            steps, dispatcher, key = self._steps, self._dispatcher, route.key
-            if steps is None or dispatcher is None or not route.is_current() or key.arena.handed_out != handed_out:
-                raise RuntimeError(
-                    "staged: another step of this module has been staged, run or captured since; call stage, write and run without one "
-                    "in between"
-                )
-            check = self.config.graph.check
-            if (moved := steps.persistent.moved(sweep=check != "off")) is not None:
-                tensors = key.arena.as_tensors(arrays)  # capturing again loads other inputs
-                self._moved(moved)
-                return self._call(context, *self._binding.build({n: tensors[n] for n in key.specs}, key.host))
-            dispatcher.count(key.text, route.sizes[dispatcher.token], route.decision)
-            return replay_staged(steps, route, poison=check == "poison", borrow=self.borrow)
+    def _run_staged(self, ready: Ready, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
+        with self._lock:
+            with_grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
+                steps, arena = self._steps, ready.arena
+                if steps is None or not ready.is_current() or arena.handed_out != handed_out:
+                    raise RuntimeError(
+                        "staged: another step of this module has been staged, run or captured since; call stage, write and run without "
+                        "one in between"
+                    )
+                check = self.config.graph.check
+                if (moved := steps.persistent.moved(check != "off")) is not None:
+                    tensors = arena.as_tensors(arrays)  # capturing again loads other inputs
+                    self._moved(moved)
+                    return self._call(context, *self._binding.build({n: tensors[n] for n in ready.key.specs}, ready.key.host))
+                ready.count[0] += 1
+                return replay_staged(steps, ready) if check == "poison" else ready.run(steps)
+            finally:
+                torch._C._set_grad_enabled(with_grad)
 
     def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
         """Run a call in this mode, by the graph captured at this size, whatever would be picked; "eager" at its own size. Counts
@@ -407,7 +479,7 @@ class GraphedModule(torch.nn.Module):
             steps = self._steps
             if steps is None:
                 raise RuntimeError("run_as: nothing is captured yet; call warmup first")
-            route, tensors = self._route(steps, args, kwargs)
+            route, tensors, _ = self._route(steps, args, kwargs)
             if route.key is None or route.illegal:
                 raise ValueError(f"run_as: {route.illegal or f'nothing was captured for the host values {route.text}'}")
             if mode == "eager":
@@ -419,22 +491,25 @@ class GraphedModule(torch.nn.Module):
         keys = self._steps.keys.values() if self._steps is not None else ()
         return [at for key in keys if {name: value for name, _, value in key.host} == host for at in key.captured]
 
-    def _route(self, steps: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Route, dict[str, torch.Tensor]]:
-        """What serves this call, remembered by its shapes, dtypes and host values; and its tensors by name."""
+    def _route(
+        self, steps: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Route, dict[str, torch.Tensor], tuple[Any, ...] | None]:
+        """What serves this call, remembered by its shapes, dtypes and host values; its tensors by name; and what it is remembered by."""
         signature = self._binding.signature(args, kwargs)
         if signature is not None:
             values, known_by = signature
             if (route := self._routes.get(known_by)) is not None:
-                return route, {name: values[i] for i, name in route.names}
+                return route, {name: values[i] for i, name in route.names}, known_by
         call = self._binding.read(args, kwargs)
         key = steps.keys.get(call.host)
         names = tuple((i, name) for i, name in enumerate(self._binding.names) if name in call.tensors)
         route = Route(key, key_text(call.host), names, call.sizes, "" if key is None else illegal_shape(key, call))
-        if signature is not None:
-            if len(self._routes) > _MAX_ROUTES:
-                self._routes.clear()
-            self._routes[known_by] = route
-        return route, call.tensors
+        if signature is None:
+            return route, call.tensors, None
+        if len(self._routes) > _MAX_ROUTES:
+            self._routes.clear()
+        self._routes[known_by] = route
+        return route, call.tensors, known_by
 
     def _run_eager(self, key: KeySteps, tensors: Mapping[str, torch.Tensor], illegal: str) -> Any:
         """What was timed as eager: the callable that the graphs were captured from. The module, where that is not made for the call."""
@@ -567,19 +642,6 @@ class GraphedModule(torch.nn.Module):
     def counts(self) -> dict[str, Any]:
         """Steps and padding by mode and size, and why steps ran eager."""
         return {"steps": {}} if self._dispatcher is None else self._dispatcher.stats()
-
-
-class _NoGrad:
-    """``torch.no_grad()``, in a third of its time."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C._set_grad_enabled(self._before)
 
 
 class AtContext(NamedTuple):

@@ -7,15 +7,15 @@ by running the callable on fake tensors with one size changed at a time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.arena import Dim, InputSpec
 from runtime.graph import CaptureError
+from runtime.inputs import Dim, InputSpec
 
 OutputDims = list[dict[int, Dim] | None]
 """For each output leaf: its dynamic dimensions; None for a leaf that is not a tensor."""
@@ -170,27 +170,12 @@ class StepOutput:
         self._is_leaf = self._spec.is_leaf()
         self._is_tuple = type(output) is tuple and len(output) == len(self._leaves)
         self._tensors = [i for i, found in enumerate(dims) if found is not None]
+        self.is_one_tensor = self._is_leaf and bool(self._tensors)
         self._cuts = [[(axis, dim.name, dim.extra) for axis, dim in (found or {}).items()] for found in dims]
 
     def of(self, output: Any, real: Mapping[str, int]) -> Any:
         """The real rows of another output of the same structure."""
         return cut_to_real(output, self._dims, real)
-
-    def real_rows(
-        self,
-        real: Mapping[str, int],
-        each: Callable[[torch.Tensor], torch.Tensor],
-        lent: Collection[int] = (),
-        is_stale: Callable[[], bool] = lambda: False,
-    ) -> Any:
-        """The outputs in their structure, cut to the real rows, each passed through ``each`` (a copy, or a loan); those that ``lent``
-        numbers as a ``Loan``."""
-        leaves = self._leaves.copy()
-        for i in self._tensors:
-            leaves[i] = Loan(self, i, real, is_stale) if i in lent else each(self.leaf(i, real))
-        if self._is_leaf:
-            return leaves[0]
-        return tuple(leaves) if self._is_tuple else pytree.tree_unflatten(leaves, self._spec)
 
     def leaf(self, index: int, real: Mapping[str, int]) -> torch.Tensor:
         """One output's real rows, in the graph's own memory."""
@@ -199,20 +184,53 @@ class StepOutput:
             tensor = tensor.narrow(axis, 0, real[name] + extra)
         return tensor
 
+    def at(self, real: Mapping[str, int]) -> RealRows:
+        """All outputs at these real sizes."""
+        with torch.inference_mode(False), torch.no_grad():
+            return RealRows(self, [(i, self.leaf(i, real)) for i in self._tensors])
+
+    def packed(self, tensors: Iterable[tuple[int, Any]]) -> Any:
+        """The outputs in their structure, with these in the place of the graph's tensors."""
+        leaves = self._leaves.copy()
+        for i, tensor in tensors:
+            leaves[i] = tensor
+        if self._is_leaf:
+            return leaves[0]
+        return tuple(leaves) if self._is_tuple else pytree.tree_unflatten(leaves, self._spec)
+
+
+class RealRows:
+    """The outputs of a captured step at one set of real sizes, cut once for all steps of these sizes."""
+
+    def __init__(self, output: StepOutput, rows: list[tuple[int, torch.Tensor]]) -> None:
+        self._output, self._rows = output, rows
+        self._only = rows[0][1] if output.is_one_tensor else None
+
+    def copied(self) -> Any:
+        if self._only is not None:
+            return self._only.clone()
+        return self._output.packed([(i, rows.clone()) for i, rows in self._rows])
+
+    def borrowed(self, each: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """As the graph's own memory; each tensor is passed through ``each``, which makes a loan of it."""
+        return self._output.packed([(i, each(rows)) for i, rows in self._rows])
+
+    def lent(self, numbers: Collection[int], is_stale: Callable[[], bool]) -> Any:
+        """The outputs of these numbers as a ``Loan``, the others as copies."""
+        return self._output.packed([(i, Loan(rows, is_stale) if i in numbers else rows.clone()) for i, rows in self._rows])
+
 
 class Loan(NamedTuple):
     """An output that is looked at seldom: it costs nothing until ``take``, which is good until the next captured step."""
 
-    output: StepOutput
-    number: int
-    real: Mapping[str, int]
+    rows: torch.Tensor
     is_stale: Callable[[], bool]
 
     def take(self) -> torch.Tensor:
         """The graph's own memory. Raises StaleOutputError after a later replay."""
         if self.is_stale():
             raise StaleOutputError("this output was lent until the next step, which may have overwritten it; take and copy it before")
-        return self.output.leaf(self.number, self.real)
+        return self.rows
 
 
 def taken(output: torch.Tensor | Loan) -> torch.Tensor:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from runtime.arena import Arena, Dim, InputSpec
+from runtime.arena import Arena
 from runtime.binding import Binding, Call, key_text
 from runtime.bound import prove_bound
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
 from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, roundings_of, rows_mix, written_state
 from runtime.graph import CaptureError
+from runtime.inputs import Dim, InputSpec
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
 from runtime.proofs import KeyFacts, Proofs, StepProof, owners_digest, today

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.arena import Arena, Dim, InputSpec
+from runtime import staging
+from runtime.arena import Arena
+from runtime.inputs import Dim, InputSpec
 
 T, S = Dim("tokens"), Dim("seqs")
 SPECS = [
@@ -23,8 +27,10 @@ SPECS = [
 ]
 
 
-def arena(device: torch.device) -> Arena:
-    return Arena(SPECS, {"tokens": 16, "seqs": 8}, device)
+def arena(device: torch.device, ring: int = 2) -> Arena:
+    """ring: staging buffers; few, so that each comes round again soon."""
+    with mock.patch.object(staging, "_RING", ring):
+        return Arena(SPECS, {"tokens": 16, "seqs": 8}, device)
 
 
 def values(tokens: int, seqs: int) -> dict[str, torch.Tensor]:
@@ -85,6 +91,34 @@ def test_tails_that_a_staging_buffer_holds_already_are_the_padding(steps: list[t
             array[...] = (given[name].view(torch.uint16) if given[name].dtype is torch.bfloat16 else given[name]).numpy()
         if not is_dropped:
             expect(a.upload(real, padded), given, tokens, seqs)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_buffer_is_written_again_only_after_its_copy(size: int) -> None:
+    """RACE: an event covers all copies before it, so two of them are enough for a ring; here it is seen who was waited for when."""
+    sent, done = [-1] * size, -1
+
+    class Event:
+        upto = -1
+
+        def record(self, stream: object) -> None:
+            self.upto = step
+
+        def synchronize(self) -> None:
+            nonlocal done
+            done = max(done, self.upto)
+
+    events, waits = [Event(), Event()], 0
+    ring = staging.Ring(size, events)
+    for step in range(5 * size + 3):
+        before = done
+        ring.wait()
+        ring.wait()  # handed out twice: nothing more to wait for
+        assert sent[ring.turn] <= done, "the device may still be reading it"
+        waits += done != before
+        sent[ring.turn] = step
+        ring.sent(None)
+    assert waits <= 2 * (5 + 1) and ring.turn == (5 * size + 3) % size
 
 
 def test_addresses_never_change(device: torch.device) -> None:
@@ -161,12 +195,13 @@ def test_buffers_made_in_inference_mode_can_be_filled_outside_it() -> None:
 
 
 @pytest.mark.gpu
-def test_one_copy_for_all_inputs_and_no_overwriting_of_a_copy_under_way(device: torch.device) -> None:
+@pytest.mark.parametrize("ring", [2, 8])
+def test_one_copy_for_all_inputs_and_no_overwriting_of_a_copy_under_way(device: torch.device, ring: int) -> None:
     """RACE: the host writes step n+1 while the device has not yet run the copy of step n."""
-    a = arena(device)
+    a = arena(device, ring)
     sizes = {"tokens": 16, "seqs": 8}
     seen = []
-    for step in range(6):
+    for step in range(20):
         torch.cuda._sleep(20_000_000)  # the stream is busy: copies queue up behind it
         arrays = a.host(sizes, sizes)
         for name, value in values(16, 8).items():

@@ -189,7 +189,7 @@ def test_attention_between_two_graphs_is_bound(device: torch.device, monkeypatch
     """The kernels themselves, as prepared launches, against the same callable not captured."""
     import tkernels  # noqa: F401
 
-    monkeypatch.setattr(warmup, "interleaved_ms", lambda runs, device: dict.fromkeys(runs, 1.0))  # the interpreter takes its time
+    monkeypatch.setattr(warmup, "interleaved_ms", lambda runs, device, **options: dict.fromkeys(runs, 1.0))  # it takes its time
     dims = {"q": {0: "tokens"}, "block_table": {0: "tokens"}, "seq_lens": {0: "tokens"}, "cu_seqlens_q": {0: "tokens+1"}}
     fast = toys.make(
         Attention(device), dims, pad={"cu_seqlens_q": "last"}, mode="piecewise", max_tokens=2, capture_sizes=[2], on_capture_error="raise",

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.arena import Arena, Dim, InputSpec
+from runtime.arena import Arena
 from runtime.capture import Address, CapturedStep, EagerCall, capture_step, make_pool
 from runtime.graph import CaptureError, Pool
+from runtime.inputs import Dim, InputSpec
 
 T = Dim("tokens")
 

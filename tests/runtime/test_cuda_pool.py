@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from runtime import graph as graphs
-from runtime.arena import Arena, Dim, InputSpec
+from runtime.arena import Arena
 from runtime.graph import CudaPool
+from runtime.inputs import Dim, InputSpec
 from runtime.measure import median_ms
 
 

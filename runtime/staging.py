@@ -1,0 +1,189 @@
+"""Step inputs on the host: pinned copies of the arena's block, written in turn, each brought to the device in one copy.
+
+While the device still copies from one buffer the host writes into the next. A ring of them needs to look at the device once in half
+a round: an event is recorded when the last buffer of a half has been sent, and waited for when its first is to be written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.addresses import copier
+from runtime.inputs import InputSpec, as_numpy, cut, fill_value, tails
+
+_RING = 8
+_RING_BYTES = 16 << 20  # of pinned memory for one ring; with large inputs two buffers have to do
+
+
+@dataclass
+class Part:
+    """One layout in one buffer: what to write, what to fill with what, which bytes to copy.
+
+    heads: the real rows by name; tensors: the same memory as tensors; targets: these in the order of the specs given; copy: from
+    contiguous tensors into all targets. tails: to be filled with a number, which stays there; repeats: with the last real row, at
+    each step.
+    """
+
+    heads: dict[str, np.ndarray]
+    tensors: dict[str, torch.Tensor]
+    targets: list[torch.Tensor]
+    copy: Callable[[tuple[torch.Tensor, ...]], object]
+    tails: list[tuple[np.ndarray, Any]]
+    repeats: list[tuple[np.ndarray, np.ndarray]]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class Layout:
+    """Everything about one pair of real and padded sizes, so that a step in it computes nothing."""
+
+    real: dict[str, int]
+    padded: dict[str, int]
+    views: dict[str, torch.Tensor]
+    """Of the device's block, at the padded sizes."""
+    heads: dict[str, torch.Tensor]
+    """Their real rows."""
+    used: dict[str, int]
+    """The number of those, for inputs whose rows alone follow a size."""
+    end: int
+    """Bytes of the block that the padded sizes use."""
+    counts: tuple[int, ...]
+    """The real sizes, in the order of the arena's."""
+    parts: list[Part | None] = field(default_factory=list)
+    """By buffer; made when it first comes round."""
+
+
+class Ring:
+    """Which buffer is next, and whether the device may still be reading from it.
+
+    size: even. events: one for each half, with ``record(stream)`` and ``synchronize()``; none where copies are done when they return.
+    """
+
+    def __init__(self, size: int, events: Sequence[Any]) -> None:
+        self.size, self.turn = size, 0
+        self._half, self._events = size // 2, events
+        self._awaited: Any = None
+
+    def wait(self) -> None:
+        """Before the buffer of this turn is written."""
+        if self._awaited is not None:
+            self._awaited.synchronize()
+            self._awaited = None
+
+    def sent(self, stream: Any) -> None:
+        """The copy from this turn's buffer is under way on the stream, behind all copies before it: on to the next buffer."""
+        done = self.turn = self.turn + 1
+        if done % self._half == 0:
+            self.turn = done % self.size
+            if self._events:
+                self._events[done // self._half - 1].record(stream)
+                self._awaited = self._events[self.turn // self._half]
+
+
+class Staging:
+    """The buffers of one arena. specs, offsets: the inputs and where each begins in the block; names: of the inputs as they were given."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, InputSpec],
+        names: Sequence[str],
+        offsets: Mapping[str, int],
+        largest: Mapping[str, int],
+        block: torch.Tensor,
+    ) -> None:
+        self._specs, self._names, self._offsets, self._block = specs, names, offsets, block
+        self._device = block.device
+        on_cuda = self._on_cuda = self._device.type == "cuda"
+        count = max(2, min(_RING, _RING_BYTES // block.nbytes) // 2 * 2)
+        with torch.inference_mode(False):
+            self._buffers = list(torch.zeros(count, block.nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_cuda))
+        self.ring = Ring(count, [torch.cuda.Event() for _ in range(2)] if on_cuda else ())
+        self.handed_out = 0
+        """How often a buffer was handed out: what had been got before is no longer the next step's."""
+        self._stream: torch.cuda.Stream | None = None  # the newest copy's
+        self._raw_stream = -1
+        # Rows of an input that follow a size alone hold the padding from the buffer's count of that size on.
+        sizes = list(largest)
+        self._filled = [tuple(largest.values())] * count
+        self._rows: list[list[list[tuple[np.ndarray, int, Any]]]] = []
+        for buffer in self._buffers:
+            by_size: list[list[tuple[np.ndarray, int, Any]]] = [[] for _ in sizes]
+            for name, spec in specs.items():
+                if (dim := spec.rows_of) is not None and not isinstance(spec.pad, str):
+                    array = as_numpy(cut(buffer, offsets[name], spec, largest))
+                    by_size[sizes.index(dim.name)].append((array, dim.extra, fill_value(spec.pad, spec.dtype)))
+            self._rows.append(by_size)
+        self._tails_in: list[Part | None] = [None] * count  # whose other tails lie in each buffer
+
+    def hand_out(self, layout: Layout) -> Part:
+        """The next buffer, at this layout: the part to write into. Waits until the device has read what it held."""
+        ring = self.ring
+        ring.wait()
+        turn = ring.turn
+        self.handed_out += 1
+        part = layout.parts[turn] or self._make_part(layout, turn)
+        if self._filled[turn] != layout.counts:  # what is written now may lie over padding
+            self._filled[turn] = tuple(map(max, self._filled[turn], layout.counts))
+        if self._tails_in[turn] is not part:
+            self._tails_in[turn] = None
+        return part
+
+    def send(self, layout: Layout) -> None:
+        """Complete the padding of what was written and copy it to the device. Does not wait for the copy."""
+        ring = self.ring
+        turn = ring.turn
+        part = layout.parts[turn] or self._make_part(layout, turn)
+        if self._filled[turn] != layout.counts:
+            self._fill_rows(turn, layout.counts)
+        if self._tails_in[turn] is not part:
+            for tail, value in part.tails:
+                tail[...] = value
+            self._tails_in[turn] = part
+        for tail, last in part.repeats:
+            tail[...] = last
+        part.target.copy_(part.source, non_blocking=True)
+        if self._on_cuda and self._raw_stream != torch._C._cuda_getCurrentRawStream(self._device.index):
+            self._change_stream()
+        ring.sent(self._stream)
+
+    def _fill_rows(self, turn: int, counts: tuple[int, ...]) -> None:
+        for rows, count, then in zip(self._rows[turn], counts, self._filled[turn], strict=True):
+            if count < then:
+                for array, extra, value in rows:
+                    array[count + extra : then + extra] = value
+        self._filled[turn] = counts
+
+    def _change_stream(self) -> None:
+        """Later copies come behind the earlier ones on another stream, so that an event after the newest is one after all."""
+        stream = torch.cuda.current_stream(self._device)  # of the arena's device, as the current device may be another one
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream, self._raw_stream = stream, stream.cuda_stream
+
+    def _make_part(self, layout: Layout, turn: int) -> Part:
+        buffer, real, padded = self._buffers[turn], layout.real, layout.padded
+        part = Part({}, {}, [], _nothing, [], [], buffer[: layout.end], self._block[: layout.end])
+        with torch.inference_mode(False), torch.no_grad():
+            for name, spec in self._specs.items():
+                view = cut(buffer, self._offsets[name], spec, padded)
+                part.tensors[name] = spec.real_part(view, real)
+                for tail in tails(spec, view, real) if spec.rows_of is None else ():
+                    if tail.last is not None:
+                        part.repeats.append((as_numpy(tail.view), as_numpy(tail.last)))
+                    else:
+                        part.tails.append((as_numpy(tail.view), fill_value(tail.value, spec.dtype)))
+            part.heads = {name: as_numpy(head) for name, head in part.tensors.items()}
+        part.targets = [part.tensors[name] for name in self._names]
+        part.copy = copier(part.targets)
+        layout.parts[turn] = part
+        return part
+
+
+def _nothing(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Until the targets are known."""
