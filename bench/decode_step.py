@@ -22,6 +22,7 @@ from bench.shapes import LLAMA_1B, TINY
 from runtime.graphed import graphed
 from runtime.model import allocate_cache, random_model
 from runtime.runner import DYNAMIC, PAD, StepModule
+from tkernels import _dependent
 
 PAGE_SIZE = 16
 
@@ -56,10 +57,26 @@ def our_step(model: Any, batch: int, context: int, device: str) -> tuple[StepMod
     return StepModule(model, batch), arguments
 
 
-def our_runs(model: Any, batch: int, context: int, device: str, backend: str, say: bool) -> dict[str, Callable[[], torch.Tensor]]:
+def our_runs(
+    model: Any, batch: int, context: int, device: str, backend: str, say: bool, dependent: bool = False
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """dependent: captured with programmatic dependent launch."""
+    before = _dependent.enabled()
+    _dependent.enable(dependent)
+    try:
+        modes = ("piecewise", "full") if dependent else ("eager", "piecewise", "full")
+        runs = _captured(model, batch, context, device, backend, say, modes)
+    finally:
+        _dependent.enable(before)
+    return {f"{name}, dependent": run for name, run in runs.items()} if dependent else runs
+
+
+def _captured(
+    model: Any, batch: int, context: int, device: str, backend: str, say: bool, modes: tuple[str, ...]
+) -> dict[str, Callable[[], torch.Tensor]]:
     runs = {}
     step, arguments = our_step(model, batch, context, device)
-    for mode in ("eager", "piecewise", "full"):
+    for mode in modes:
         config = {
             "graph": {"mode": mode, "capture_sizes": [batch], "max_tokens": batch, "on_capture_error": "raise"},
             "scheduler": {"max_num_seqs": batch, "max_batch_tokens": max(batch, 8)},
@@ -136,6 +153,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
     parser.add_argument("--peers", nargs="*", default=["torch eager", "reduce-overhead", "Inductor in one graph"])
+    parser.add_argument("--pdl", choices=["off", "on", "both"], default="off", help="programmatic dependent launch between our kernels")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--verbose", action="store_true", help="print each plan")
     options = parser.parse_args()
@@ -151,7 +169,9 @@ def main() -> None:
         peers = peer_runs(model, batch, options.context, device, options.peers)
         ours: dict[str, Callable[[], torch.Tensor]] = {}
         for backend in options.backends:
-            runs = our_runs(model, batch, options.context, device, backend, options.verbose)
+            runs: dict[str, Callable[[], torch.Tensor]] = {}
+            for dependent in {"off": (False,), "on": (True,), "both": (False, True)}[options.pdl]:
+                runs |= our_runs(model, batch, options.context, device, backend, options.verbose, dependent)
             check_modes(runs)
             ours |= runs
         times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels import _dependent
 from tkernels._counters import counters
+from tkernels._dependent import prefetch_rows, wait
 from tkernels._sampling_kernels import key_of
 from tkernels._triton import cast, cdiv, dot, tl, triton
 from tkernels.activation import activate
@@ -113,7 +115,7 @@ def _row_end(
 def _vector_kernel(
     x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_wn, stride_rm, eps,
     K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A row of x lies along the lanes like a row of the weights, and each of its up to four rows has a sum of its own: one tile of three
     # dimensions would change its layout through shared memory at every step.
@@ -127,6 +129,7 @@ def _vector_kernel(
     w_up = w
     if GATED:
         w_up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    wait(PDL)
     zero = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc0, acc1, acc2, acc3 = zero, zero, zero, zero
     up0, up1, up2, up3 = zero, zero, zero, zero
@@ -172,7 +175,7 @@ def _matrix_kernel(
     rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
     # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
@@ -190,6 +193,13 @@ def _matrix_kernel(
         share = tl.cdiv(tl.cdiv(k_total, SPLITS), SLICES * BLOCK_K) * (SLICES * BLOCK_K)
         k_begin = tl.program_id(1) * share
         k_end = tl.minimum(k_begin + share, k_total)
+    # The software pipeline fetches weights and x together, so before x is there the first steps' weights are only called into L2.
+    LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
+    last = tl.cast(n, tl.int64) - 1
+    prefetch_rows(w_ptr + tl.minimum(offs_n, last) * stride_wn, k_begin, k_total, LINES, PDL)
+    if GATED:
+        prefetch_rows(w_ptr + (tl.minimum(offs_n, last) + n) * stride_wn, k_begin, k_total, LINES, PDL)
+    wait(PDL)
     if SLICES == 1:
         squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -283,7 +293,8 @@ def launch(
     pointers, sizes = (x, norm_weight, weight, bias, residual, y), (rows, n, *strides, eps, k)
     flags = (norm_weight is not None, bias is not None, gated, residual is not None, even)
     if tile.kind == "vector":
-        _vector_kernel[grid](*pointers, *sizes, *flags, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps)
+        blocks = (block_m, tile.block_n, tile.block_k)
+        _dependent.launch(_vector_kernel, grid, x.device, *pointers, *sizes, *flags, *blocks, num_warps=tile.num_warps)
         return
     block_m = max(16, block_m)
     workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -291,7 +302,8 @@ def launch(
         assert norm_weight is None and not gated, "tables give splits to plain projections only"
         elements = grid[0] * tile.splits * tile.block_n * block_m
         workspace = torch.empty(elements, dtype=torch.float32, device=x.device), counters(grid[0], x.device)
-    _matrix_kernel[(*grid, tile.splits)](
+    _dependent.launch(
+        _matrix_kernel, (*grid, tile.splits), x.device,
         *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
         num_warps=tile.num_warps,
     )  # fmt: skip

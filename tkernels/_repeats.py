@@ -23,6 +23,7 @@ from tkernels import _launch
 from tkernels._triton import HAVE_TRITON, INTERPRETED, tl, triton
 
 ENABLED = HAVE_TRITON and not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
+CAPTURED_ANEW = False  # calls under capture are made as ever: they may launch what eager ones do not
 MOST = 1024  # plans of an op: prompts of ever other lengths should not fill the memory
 _ALIGNMENT = 16  # bytes; what Triton specialises pointers on. torch's allocators give more.
 _PIECE = 256  # temporaries start on multiples of this in their common allocation
@@ -63,7 +64,7 @@ def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
     _tables.append(plans)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not ENABLED:
+        if not ENABLED or (CAPTURED_ANEW and torch.cuda.is_current_stream_capturing()):
             return call(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         addresses: list[Any] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tkernels import _dependent
+from tkernels._dependent import wait
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import divide, to_fp8
 
@@ -91,12 +93,13 @@ def _rope_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr, WRITE_CACHE: tl.constexpr,
     HAS_Q_WEIGHT: tl.constexpr, HAS_K_WEIGHT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr,
+    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token and BLOCK_H heads, first the query heads, then the KV heads."""
     token = tl.program_id(0).to(tl.int64)  # 64-bit: token * stride passes 2**31 on fused QKV views
     block = tl.program_id(1)
     q_blocks = tl.cdiv(num_heads, BLOCK_H)
+    wait(PDL)
     position = tl.load(positions_ptr + token * stride_positions)
     offs_half = tl.arange(0, BLOCK_HALF)[None, :]
     known = (position >= 0) & (position < max_positions)
@@ -158,7 +161,8 @@ def launch(
     write = k_cache is not None
     if tokens and blocks:
         cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3]) if write else (0,) * 6
-        _rope_kernel[(tokens, blocks)](
+        _dependent.launch(
+            _rope_kernel, (tokens, blocks), q.device,
             q, k, v, q_out, k_out, k_cache, v_cache, positions, cos_sin, slots, q_weight, k_weight, k_scale, v_scale,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), *(v.stride()[:2] if write else (0, 0)), *cache_strides,
             positions.stride(0), cos_sin.stride(0), slots.stride(0) if write else 0,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from tkernels import _checks
+from tkernels import _checks, _dependent
+from tkernels._dependent import wait
 from tkernels._op import define
 from tkernels._triton import cast, cdiv, tl, triton
 from tkernels.quant import BLOCK, FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
@@ -67,7 +68,7 @@ def activate(gate, ACT: tl.constexpr):
 def _gated_kernel(
     gate_ptr, up_ptr, y_ptr, scale_ptr, gate_inner, stride_go, stride_gi, up_inner, stride_uo, stride_ui,
     up_offset, num_rows, width, num_scales,
-    ACT: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows × BLOCK_N columns; column tiles of one row are neighbours, so that reads run through memory in order.
     QUANT: "none", "static" or "dynamic" scales of an e4m3 y; a scale's columns are never shared between programs."""
@@ -80,6 +81,7 @@ def _gated_kernel(
     # 64-bit: rows * stride passes 2**31 on large prompts
     gate_rows = (rows // gate_inner).to(tl.int64) * stride_go + (rows % gate_inner).to(tl.int64) * stride_gi
     up_rows = (rows // up_inner).to(tl.int64) * stride_uo + (rows % up_inner).to(tl.int64) * stride_ui + up_offset
+    wait(PDL)
     gate = tl.load(gate_ptr + gate_rows + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + up_rows + offs, mask=mask, other=0.0).to(tl.float32)
     y = activate(gate, ACT) * up
@@ -114,7 +116,8 @@ def launch(
     if y.numel():
         block_n, group = tile_of(width, BLOCK if block is None else block, _TILE)
         block_m = max(1, _TILE // block_n) if gate_rows.count > 1 else 1
-        _gated_kernel[(cdiv(gate_rows.count, block_m) * cdiv(width, block_n),)](
+        _dependent.launch(
+            _gated_kernel, (cdiv(gate_rows.count, block_m) * cdiv(width, block_n),), gate.device,
             gate, up, y, scale if block is None else scales, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
             up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width, num_groups(width, block or 0),
             ACT=act, QUANT="dynamic" if block is not None else "none" if scale is None else "static", GROUP=group,

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels import _checks
+from tkernels import _checks, _dependent
+from tkernels._dependent import wait
 from tkernels._op import define
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
@@ -40,7 +41,7 @@ def _rms_norm_kernel(
     x_inner, stride_xo, stride_xi, residual_inner, stride_ro, stride_ri, stride_ids,
     num_rows, hidden, num_ids, num_scales, eps, weight_offset,
     HAS_RESIDUAL: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M whole rows. GATHER: row r is x[ids[r]]. QUANT: "none", "static" or "dynamic" scales of an e4m3 y."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -48,6 +49,7 @@ def _rms_norm_kernel(
     mask_m, mask_n = rows < num_rows, offs < hidden
     mask = mask_m & mask_n
     weight = tl.load(weight_ptr + offs, mask=mask_n, other=0.0).to(tl.float32) + weight_offset  # asked for before the sum that it waits on
+    wait(PDL)
     out = rows.to(tl.int64) * hidden + offs
     if GATHER:
         ids = tl.load(ids_ptr + rows.to(tl.int64) * stride_ids, mask=mask_m, other=0)
@@ -125,7 +127,8 @@ def launch(
         # Tile and warps follow from hidden alone: the order of the sum must not depend on how many rows are in the batch.
         block_n = next_power_of_2(hidden)
         block_m = max(1, 1024 // block_n)
-        _rms_norm_kernel[(cdiv(count, block_m),)](
+        _dependent.launch(
+            _rms_norm_kernel, (cdiv(count, block_m),), x.device,
             x, residual, ids, weight, y, total, scale if block is None else scales,
             x_rows.inner, x_rows.stride_outer, x_rows.stride_inner,
             residual_rows.inner, residual_rows.stride_outer, residual_rows.stride_inner, 0 if ids is None else ids.stride(-1),

@@ -1,0 +1,189 @@
+"""Programmatic dependent launch: the switch, where the compiled kernels wait, and on a GPU the same bits with and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import _dependent, _repeats
+from tkernels._triton import HAVE_TRITON
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = _dependent.enabled()
+    yield
+    _dependent.enable(before)
+
+
+class Kernel:
+    """Notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.seen.append(("launch", options))
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        self.seen.append(("load", options))
+        return SimpleNamespace(run=None)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU of some architecture, whose stream is or is not capturing."""
+    state = SimpleNamespace(arch="sm_90", capturing=False)
+    monkeypatch.setattr(_dependent, "INTERPRETED", False)
+    monkeypatch.setattr(_dependent, "target_of", lambda device: state)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    return state
+
+
+def _launches() -> list[tuple[str, dict[str, Any]]]:
+    kernel = Kernel()
+    _dependent.launch(kernel, (1,), DEVICE, num_warps=4)
+    return kernel.seen
+
+
+def test_off_unless_asked_for(on_a_device: Any) -> None:
+    on_a_device.capturing = True
+    _dependent.enable(False)
+    assert _launches() == [("launch", {"PDL": False, "num_warps": 4})]
+
+
+def test_captured_launches_are_dependent_and_eager_ones_load_what_a_capture_needs(on_a_device: Any) -> None:
+    _dependent.enable(True)
+    on = {"PDL": True, "launch_pdl": True, "num_warps": 4}
+    assert _launches() == [("load", on), ("launch", {"PDL": False, "num_warps": 4})]
+    on_a_device.capturing = True
+    assert _launches() == [("launch", on)]
+
+
+@pytest.mark.parametrize(("arch", "on"), [("sm_80", False), ("sm_89", False), ("sm_100", True), ("sm_120", True), ("gfx942", False)])
+def test_only_where_the_architecture_has_it(on_a_device: Any, arch: str, on: bool) -> None:
+    on_a_device.arch, on_a_device.capturing = arch, True
+    _dependent.enable(True)
+    assert ("launch_pdl" in _launches()[0][1]) == on
+
+
+def test_a_captured_call_does_not_repeat_an_eager_one(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_repeats, "ENABLED", True)
+    calls: list[int] = []
+    repeated = _repeats.repeating(lambda x: calls.append(1))
+    x = torch.zeros(4)
+    for enabled, capturing, anew in ((False, False, False), (True, False, False), (True, True, True), (False, True, False)):
+        _dependent.enable(enabled)
+        on_a_device.capturing = capturing
+        _repeats._tables[-1].clear()
+        repeated(x)
+        assert (not _repeats._tables[-1]) == anew
+    _repeats._tables.pop()
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), (None, False)])
+def test_the_environment_sets_it(value: str | None, on: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TKERNELS_PDL"} | ({} if value is None else {"TKERNELS_PDL": value})
+    code = "from tkernels import _dependent; print(_dependent.enabled())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(on)
+
+
+def test_the_interpreter_has_none(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("kernels are compiled here")
+    _dependent.enable(True)
+    x, weight = torch.randn(2, 16), torch.ones(16)
+    torch.testing.assert_close(tkernels.rms_norm(x, weight), torch.nn.functional.rms_norm(x, (16,), weight, 1e-6))
+
+
+# ---- what the compiled kernels do before they wait
+
+# In a process of its own: this one may have decorated its kernels for the interpreter.
+_COMPILE = """
+import json, sys, torch
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32)
+))
+from tkernels import _dependent, activation, rmsnorm
+from tkernels._linear_kernels import Tile, launch
+from tkernels.rope import _rope_and_cache
+
+_dependent.enable(True)
+_dependent._supported = lambda device: True
+torch.cuda.is_current_stream_capturing = lambda: True
+found = []
+run = JITFunction.run
+
+def compile_only(self, *args, grid, warmup, **options):
+    compiled = run(self, *args, grid=grid, warmup=True, **options)
+    found.append((self.__name__, options["PDL"], compiled.metadata.launch_pdl, compiled.asm["ptx"]))
+
+JITFunction.run = compile_only
+zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
+x, norm, bias, residual, y = zeros(4, 512), zeros(512), zeros(128), zeros(4, 128), zeros(4, 128)
+for tile in (Tile("vector", 4, 256, 1, 4, 1), Tile("matrix", 64, 64, 1, 4, 3), Tile("matrix", 16, 32, 4, 4, 3)):
+    launch(x, zeros(128, 512), bias, norm, residual, False, 1e-6, y, tile)
+    launch(x, zeros(256, 512), None, norm, None, True, 1e-6, y, tile)
+launch(x, zeros(128, 512), None, None, residual, False, 1e-6, y, Tile("matrix", 64, 64, 1, 4, 3, splits=2))
+rmsnorm.launch(x, norm, 1e-6, 0.0)
+rmsnorm.launch(x, norm, 1e-6, 0.0, residual=x)
+activation._silu_and_mul(x)
+heads, cache, index = zeros(4, 8, 64), zeros(4, 16, 8, 64), zeros(4, dtype=torch.int64)
+_rope_and_cache(heads, heads, heads, index, zeros(64, 64, dtype=torch.float32), cache, cache, index)
+print(json.dumps(found))
+"""
+
+
+def _pointers_of(load: str, ptx: str) -> set[str]:
+    """The numbers of the kernel's 64-bit parameters that a load's address was computed from."""
+    assert load.startswith("ld.global"), load
+    found, registers = set(), re.findall(r"\[\s*(%rd\d+)", load)
+    while registers:
+        register = registers.pop()
+        (operands,) = re.findall(rf"^\s*[\w.]+\s+{register}, (.*);", ptx, re.M)
+        found |= set(re.findall(r"_param_(\d+)\]", operands))
+        registers += re.findall(r"%rd\d+", operands)
+    return found
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
+    """Instruction by instruction: before it only loads of weights, which are read once or kept for all rows, and prefetches."""
+    (tmp_path / "compile.py").write_text(_COMPILE)
+    path = os.pathsep.join([str(Path(tkernels.__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, str(tmp_path / "compile.py")], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert {name for name, *_ in kernels} == {"_vector_kernel", "_matrix_kernel", "_rms_norm_kernel", "_gated_kernel", "_rope_kernel"}
+    for name, asked, metadata, ptx in kernels:
+        assert asked and metadata
+        before, _, after = ptx.partition("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in after and "griddepcontrol" not in before and "griddepcontrol.wait" not in after, name
+        assert not re.search(r"^\s*(@%p\d+\s+)?(bra|ret)\b", before, re.M), f"{name}: a program might leave before it waits"
+        touched = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.:]+[^;]*;", before)
+        if name in ("_vector_kernel", "_rms_norm_kernel"):
+            weights = {"_vector_kernel": ["2"], "_rms_norm_kernel": ["1", "2"]}[name]  # the parameter: there are no absent pointers
+            assert touched and set.union(*(_pointers_of(load, before) for load in touched)) <= set(weights), (name, touched)
+        else:
+            assert not touched, (name, touched)
+        assert ("prefetch.global.L2" in before) == (name == "_matrix_kernel")

@@ -1,0 +1,85 @@
+"""Programmatic dependent launch: in a captured step the next kernel starts while the one before ends, and fetches its weights meanwhile.
+
+    TKERNELS_PDL=1, or enable(True) before the capture; off by default
+
+A kernel launched so begins before the one before it has finished. ``wait`` returns when that one has, with all that it wrote. So, in
+every program, also in those that leave early: before ``wait`` nothing is read but weights, and nothing is written, since the memory may
+still be read by the kernel before. ``wait`` then also lets the next kernel begin: not earlier, or that one could overtake two
+kernels, and what it waits for would not be all that came before it.
+
+Only launches that are captured in a graph are made so. Eager ones gain nothing, as the host is slower than the gap, and a weight that
+has just been written (a cast, a load) would be read too early. Hence what is required of a captured step: it does not itself write a weight
+that ``rms_norm`` or ``linear`` reads in it. The arithmetic is the same, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from tkernels import _repeats
+from tkernels._target import target_of
+from tkernels._triton import HAVE_TRITON, INTERPRETED, tl, triton
+
+if HAVE_TRITON and not INTERPRETED:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+else:  # never called: PDL is false there
+
+    def gdc_wait() -> None: ...
+
+    def gdc_launch_dependents() -> None: ...
+
+
+_wanted = False
+
+
+def enable(on: bool) -> None:
+    """For what is captured from now on; of this process."""
+    global _wanted
+    _wanted = on
+    _repeats.CAPTURED_ANEW = on  # what an eager call launched is not what a captured one launches
+    _repeats.forget()  # the next eager call loads what a capture needs
+
+
+def enabled() -> bool:
+    return _wanted
+
+
+enable(os.environ.get("TKERNELS_PDL", "0") in ("1", "true", "True"))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
+    """``kernel[grid](*args, **options)`` with its ``PDL``, and with the launch attribute where it applies."""
+    if not _wanted or INTERPRETED or not _supported(device):
+        kernel[grid](*args, PDL=False, **options)
+    elif torch.cuda.is_current_stream_capturing():
+        kernel[grid](*args, PDL=True, launch_pdl=True, **options)
+    else:
+        _ = kernel.warmup(*args, grid=grid, PDL=True, launch_pdl=True, **options).run  # loads it, which a capture does not allow
+        kernel[grid](*args, PDL=False, **options)
+
+
+def _supported(device: torch.device) -> bool:
+    """Compute capability 9.0 or more."""
+    arch = target_of(device).arch
+    return device.type == "cuda" and arch.startswith("sm_") and int(arch[3:]) >= 90
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Everything before in the stream has finished and is visible; the next kernel may begin to wait."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(rows, first, width, LINES: tl.constexpr, PDL: tl.constexpr):
+    """Ask for LINES lines of 128 bytes of each row [N] of pointers to 2-byte elements, from column ``first``, into L2. Reads nothing."""
+    if PDL:
+        columns = tl.minimum(first + tl.arange(0, LINES) * 64, width - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [rows[:, None] + columns[None, :]], dtype=tl.int32, is_pure=False, pack=1
+        )
