@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tkernels import _dependent
 from tkernels import tune as tuning
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
@@ -33,6 +34,7 @@ def info() -> None:
     print(f"ops     {', '.join(sorted(_ops()))}")
     absent = prefill_sm90.absence(target.arch)
     print(f"gluon   prefill kernel {f'not in use: {absent}' if absent else 'in use where it applies'}")
+    print(f"pdl     dependent launch of captured kernels: {_dependent.state(target.arch)}")
     for name, archs in _tables().items():
         others = ", ".join(f"{arch} ({count} entries)" for arch, count in archs.items() if arch != target.arch)
         if target.arch in archs:

@@ -61,10 +61,20 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kernel[grid](*args, PDL=False, **options)
 
 
+def state(arch: str) -> str:
+    """In words, for a device of that architecture."""
+    if not _has(arch):
+        return f"{arch} has none"
+    return "on" if _wanted else "off (TKERNELS_PDL=1 before the start turns it on)"
+
+
 def _supported(device: torch.device) -> bool:
+    return device.type == "cuda" and _has(target_of(device).arch)
+
+
+def _has(arch: str) -> bool:
     """Compute capability 9.0 or more."""
-    arch = target_of(device).arch
-    return device.type == "cuda" and arch.startswith("sm_") and int(arch[3:]) >= 90
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 @triton.jit

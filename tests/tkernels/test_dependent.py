@@ -80,6 +80,13 @@ def test_only_where_the_architecture_has_it(on_a_device: Any, arch: str, on: boo
     assert ("launch_pdl" in _launches()[0][1]) == on
 
 
+def test_its_state_in_words() -> None:
+    _dependent.enable(False)
+    assert _dependent.state("sm_90").startswith("off (TKERNELS_PDL=1") and _dependent.state("cpu") == "cpu has none"
+    _dependent.enable(True)
+    assert _dependent.state("sm_100") == "on"
+
+
 def test_a_captured_call_does_not_repeat_an_eager_one(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_repeats, "ENABLED", True)
     calls: list[int] = []
@@ -114,7 +121,7 @@ def test_the_interpreter_has_none(device: torch.device) -> None:
 
 # In a process of its own: this one may have decorated its kernels for the interpreter.
 _COMPILE = """
-import json, sys, torch
+import importlib, json, sys, torch
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -125,6 +132,7 @@ driver.set_active(SimpleNamespace(
 ))
 from tkernels import _dependent, activation, rmsnorm
 from tkernels._linear_kernels import Tile, launch
+from tkernels.attention._inputs import check_inputs as decode_inputs
 from tkernels.rope import _rope_and_cache
 
 _dependent.enable(True)
@@ -149,6 +157,13 @@ rmsnorm.launch(x, norm, 1e-6, 0.0, residual=x)
 activation._silu_and_mul(x)
 heads, cache, index = zeros(4, 8, 64), zeros(4, 16, 8, 64), zeros(4, dtype=torch.int64)
 _rope_and_cache(heads, heads, heads, index, zeros(64, 64, dtype=torch.float32), cache, cache, index)
+decode = importlib.import_module("tkernels.attention.decode")
+decode.target_of = lambda device: SimpleNamespace(arch="sm_90", num_sms=132, has_fp8=True)
+decode.counters = lambda count, device: torch.zeros(count, dtype=torch.int32)
+table, lens, cu = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), 4, 5))
+for queries in (1, 8):
+    inputs = decode_inputs(heads, cache, cache, table, lens, cu, 0.125, True, 0, 0.0, None, None, None, 1.0)
+    decode.decode(inputs, zeros(4, 8, 64), None, queries)
 print(json.dumps(found))
 """
 
@@ -174,7 +189,14 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(tmp_path / "compile.py")], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    assert {name for name, *_ in kernels} == {"_vector_kernel", "_matrix_kernel", "_rms_norm_kernel", "_gated_kernel", "_rope_kernel"}
+    assert {name for name, *_ in kernels} == {
+        "_vector_kernel",
+        "_matrix_kernel",
+        "_rms_norm_kernel",
+        "_gated_kernel",
+        "_rope_kernel",
+        "decode_kernel",
+    }
     for name, asked, metadata, ptx in kernels:
         assert asked and metadata
         before, _, after = ptx.partition("griddepcontrol.wait")

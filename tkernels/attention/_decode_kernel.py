@@ -8,6 +8,7 @@ blocks folds them: nobody waits for anybody, and who folds does not change what 
 
 from __future__ import annotations
 
+from tkernels._dependent import wait
 from tkernels._triton import cast, tl, triton
 from tkernels.attention._common import cap_logits, finish, merge_states, product, read, token_slots, widen
 
@@ -85,8 +86,9 @@ def decode_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
     LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     rank = pid // (KV_HEADS * TILES)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 
+from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
@@ -64,7 +65,8 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     states = torch.empty((slots, 4), dtype=torch.float32, device=out.device)
     arrivals = counters(owners * kv_heads * row_tiles, out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
-    decode_kernel[(ranges * kv_heads * row_tiles,)](
+    _dependent.launch(
+        decode_kernel, (ranges * kv_heads * row_tiles,), out.device,
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         parts, states, arrivals,
         x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
