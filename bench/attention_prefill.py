@@ -1,7 +1,7 @@
 """Causal prefill over a paged cache: the Gluon kernel and its plain-Triton twin against cuDNN SDPA on contiguous tensors and compiled
 FlexAttention, in one run.
 
-    python -m bench.attention_prefill [--cases rows,dims,mha,chunked,mixed] [--pages 16,64] [--sweep] [--no-peers] [--out FILE]
+    python -m bench.attention_prefill [--cases rows,dims,mha,chunked,mixed] [--pages 16,64] [--sweep] [--only gluon cudnn] [--out FILE]
 
 Each result is checked against the oracle first; a wrong one is not timed. The results file is written after each case.
 FLOPs: 4 · dim · heads · (query, key) pairs that are seen.
@@ -35,6 +35,7 @@ FEW = [(8, 1024), (4, 4096), (1, 16384)]  # for other shapes
 DIMS = [{"dim": 64}, {"dim": 256, "heads": 16, "kv_heads": 4}]
 MHA = {"heads": 32, "kv_heads": 32}
 CALLS = 10  # in a graph
+LABELS = ["gluon", "twin", "cudnn", "flex"]
 _SWEEP = {
     f"{m}x{n}w8s{stages}": PrefillTiles(block_m=m, block_n=n, num_warps=8, num_stages=stages, maxnreg=registers)
     for m, n, stages, registers in ((128, 64, 3, None), (128, 32, 2, 128), (128, 32, 3, 128), (128, 32, 4, 128), (128, 128, 2, None))
@@ -58,13 +59,13 @@ def ours(batch: Batch, launch: Callable[..., Any], with_decode: bool = False, **
     return call
 
 
-def launchers(batch: Batch) -> dict[str, Callable[..., Any]]:
-    """Our kernels that take this batch."""
+def launchers(batch: Batch, only: list[str]) -> dict[str, Callable[..., Any]]:
+    """Our kernels that take this batch, of those asked for."""
     problem = refusal(checked(batch, 0), batch.q, target_of(batch.q.device).arch)
     if problem:
         print(f"not gluon: {problem}", flush=True)
-        return {"twin": prefill}
-    return {"gluon": prefill_sm90, "twin": prefill}
+    found = {"twin": prefill} if problem else {"gluon": prefill_sm90, "twin": prefill}
+    return {label: launch for label, launch in found.items() if label in only}
 
 
 def error_of(batch: Batch, call: Call) -> float:
@@ -114,11 +115,12 @@ def run_case(
 ) -> dict[str, Any]:
     """against: "" no peers, "cudnn", or "flex" for both."""
     batch = make_batch(lens, query_lens, page_size=page_size, **shape)
-    calls = {label: ours(batch, launch) for label, launch in launchers(batch).items()}
+    calls = {label: ours(batch, launch) for label, launch in launchers(batch, options.only).items()}
     if options.sweep:
         calls |= {label: ours(batch, prefill, tiles=tiles) for label, tiles in _SWEEP.items()}
-    if against and not options.no_peers:
-        calls |= peers(batch, against == "flex")
+    if against:
+        found = peers(batch, against == "flex" and "flex" in options.only)
+        calls |= {label: call for label, call in found.items() if label in options.only}
     errors, graphs = {}, {}
     for label, call in calls.items():
         try:
@@ -138,7 +140,7 @@ def run_case(
     return {"case": name, "page_size": page_size, **shape, "us": times, "tflops": rates, "error": errors}
 
 
-def run_mixed(chunks: list[int], rows: int, length: int) -> dict[str, Any]:
+def run_mixed(chunks: list[int], rows: int, length: int, options: argparse.Namespace) -> dict[str, Any]:
     """Decode rows and prefill chunks in one call, against the two apart."""
     both = make_batch([length] * (rows + len(chunks)), [1] * rows + chunks)
     alone, chunk = make_batch([length] * rows, [1] * rows), make_batch([length] * len(chunks), chunks)
@@ -149,12 +151,13 @@ def run_mixed(chunks: list[int], rows: int, length: int) -> dict[str, Any]:
         return out
 
     calls: dict[str, Call] = {"rows": decode_rows}
-    for label, launch in launchers(both).items():
+    found = launchers(both, options.only)
+    for label, launch in found.items():
         calls[f"{label} together"] = ours(both, launch, with_decode=True)
         calls[f"{label} chunk"] = ours(chunk, launch)
         error_of(both, calls[f"{label} together"])
     times = interleaved({label: capture(call, CALLS) for label, call in calls.items()}, CALLS)
-    ratios = {label: times[f"{label} together"] / (times["rows"] + times[f"{label} chunk"]) for label in launchers(both)}
+    ratios = {label: times[f"{label} together"] / (times["rows"] + times[f"{label} chunk"]) for label in found}
     name = f"{rows} rows + {chunks}"
     print(
         f"{name:>24} us " + "  ".join(f"{label} {us:.1f}" for label, us in times.items())
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--cases", default="rows,dims,mha,chunked,mixed")
     parser.add_argument("--pages", default="16,64")
     parser.add_argument("--sweep", action="store_true", help="tile sizes of the plain Triton kernel too")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=LABELS, default=LABELS, help="what to time; the default is all")
     parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
     cases = options.cases.split(",")
@@ -197,8 +200,8 @@ def main() -> None:
             for q, prefix in CHUNKS:
                 add(run_case(f"{q} on {prefix}", [prefix + q], [q], options, page_size=page))
     if "mixed" in cases:
-        add(run_mixed([449], 63, 2048))
-        add(run_mixed([1000, 500, 300, 120], 128, 2048))
+        add(run_mixed([449], 63, 2048, options))
+        add(run_mixed([1000, 500, 300, 120], 128, 2048, options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prefill on Hopper: the same result as prefill.py by the Gluon kernel of _prefill_sm90_kernel.py, where it applies.
+"""Prefill on Hopper: the same result as prefill.py by the Gluon kernel of _prefill_sm90, where it applies.
 
 One persistent program per multiprocessor computes tiles of 128 query tokens of one query head, handed out longest first. The grid
 depends on shapes alone; lengths are read on the device; nothing syncs with the host. ``refusal`` says why a call is left to prefill.py.
@@ -14,7 +14,7 @@ import torch
 
 from tkernels._counters import counters
 from tkernels._target import target_of
-from tkernels._triton import HAVE_TRITON, INTERPRETED
+from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
 from tkernels.attention._common import LOG2_E
 from tkernels.attention._inputs import Inputs
 
@@ -24,20 +24,21 @@ _TILE = 128  # query tokens of a tile, as in the kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Tiles:
-    """What a shape asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
+    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
 
     block_n: int  # keys of a block
     k_stages: int  # K and V blocks that are resident; their sum is at most 8
     v_stages: int
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
     worker_registers: int = 24  # of the third one: loaders, cleaner, scheduler. 2 · consumers + workers is at most 504
-    store_by_tma: bool = True  # needs shared memory for an output tile
 
 
-# Measured on an H200 for dim 128; registers are what ptxas needs to spill nothing (tests/tkernels/attention/test_prefill_sm90.py)
+# By the head dimension rounded up to a power of two. Measured on an H200 for 128; registers are what ptxas needs to spill nothing
+# (tests/tkernels/attention/test_prefill_sm90.py)
 _TILES = {
     64: Sm90Tiles(block_n=128, k_stages=3, v_stages=3),
     128: Sm90Tiles(block_n=128, k_stages=2, v_stages=2),
+    256: Sm90Tiles(block_n=64, k_stages=2, v_stages=2),
 }
 _PAGES = (16, 32, 64, 128, 256)  # at most 8 TMA copies a block
 
@@ -50,7 +51,7 @@ def _gluon_problem() -> str | None:
     if INTERPRETED:
         return "Triton's interpreter has no Gluon"
     try:
-        from tkernels.attention import _prefill_sm90_kernel  # noqa: F401
+        from tkernels.attention._prefill_sm90 import kernel  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"this triton lacks what the Gluon kernel uses ({error})"
     return None
@@ -76,14 +77,12 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
         return problem
     if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != x.q.dtype:
         return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected float16 or bfloat16 for both"
-    if x.dim not in _TILES:
-        return f"head dimension {x.dim}: expected one of {', '.join(map(str, _TILES))}"
+    if next_power_of_2(x.dim) not in _TILES:
+        return f"head dimension {x.dim}: expected 33 to 256"
     if x.page_size not in _PAGES:
         return f"page size {x.page_size}: expected one of {', '.join(map(str, _PAGES))}"
     if x.k_scale is not None or x.v_scale is not None:
         return "scales on the device: expected numbers or none for a cache of the queries' type"
-    if x.window and x.softcap and x.dim > 64:
-        return f"a window with a soft cap at head dimension {x.dim}: registers would spill"
     for name, tensor in (("q", x.q), ("k_cache", x.k_cache), ("v_cache", x.v_cache), ("out", out)):
         problem = _tma_problem(tensor)
         if problem:
@@ -107,16 +106,17 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     """The kernel's constexpr arguments."""
     from triton.experimental.gluon import language as gl
 
-    tiles = _TILES[x.dim]
-    spare = 8 if x.softcap else 0  # registers that a consumer with a soft cap does not need, but the workers beside it
+    dim = next_power_of_2(x.dim)
+    tiles = _TILES[dim]
+    spare = 8 if x.softcap else 0  # registers that the workers beside consumers with a soft cap need more
     return dict(
         DTYPE=gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16,
-        HEADS=x.heads, GROUP=x.heads // x.kv_heads, DIM=x.dim, PAGE=x.page_size, MIN_QUERY=min_query,
+        HEADS=x.heads, GROUP=x.heads // x.kv_heads, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
-        NARROW=x.window > 0 or x.softcap > 0,
+        NARROW=dim > 128 or x.window > 0 or x.softcap > 0,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
-        HALF_DIAGONAL=x.causal and not x.window and not x.softcap, STORE_BY_TMA=tiles.store_by_tma,
+        HALF_DIAGONAL=x.causal and not x.window and not x.softcap and tiles.block_n == _TILE,
     )  # fmt: skip
 
 
@@ -126,6 +126,7 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int) -> dict[str, tuple[list[
     from triton.experimental.gluon import language as gl
 
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    dim = next_power_of_2(dim)
     rows = [64, 1, dim]
     keys = [1, min(page_size, _TILES[dim].block_n), 1, dim]
     swizzled = gl.NVMMASharedLayout.get_default_for(keys, element)
@@ -133,7 +134,7 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int) -> dict[str, tuple[list[
         "q_desc": (rows, gl.NVMMASharedLayout.get_default_for(rows, element)),
         "k_desc": (keys, swizzled),
         "v_desc": (keys, swizzled),
-        "out_desc": (rows, gl.NVMMASharedLayout(64, 16, rank=3)),
+        "out_desc": ([64, 1, min(dim, 128)], gl.NVMMASharedLayout(64, 16, rank=3)),
     }
 
 
@@ -141,7 +142,7 @@ def _descriptor(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
-    strides = [stride if size > 1 else tensor.shape[-1] for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], box, layout)
 
 
@@ -150,7 +151,7 @@ def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, mi
 
     Returns the compiled kernel, or None where no sequence can be that long.
     """
-    from tkernels.attention._prefill_sm90_kernel import prefill_sm90_kernel
+    from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
 
     x = inputs
     num_tokens = x.q.shape[0]

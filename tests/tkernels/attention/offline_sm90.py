@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tkernels.attention import prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
-from tkernels.attention._prefill_sm90_kernel import prefill_sm90_kernel
+from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
 
 _POINTERS = ("out_ptr", "lse_ptr", "table_ptr", "lens_ptr", "cu_ptr", "sinks_ptr", "counter_ptr")
 _FLOATS = ("qk_scale", "softcap", "v_factor")

@@ -53,12 +53,11 @@ def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("inputs", "word"),
     [
-        (lambda: call(dim=80), "head dimension 80"),
+        (lambda: call(dim=32), "head dimension 32: expected 33 to 256"),
         (lambda: call(page_size=8), "page size 8"),
         (lambda: call(page_size=48), "page size 48"),
         (lambda: call(dtype=torch.float32), "float32 queries"),
         (lambda: call(k_scale=torch.ones(1)), "scales"),
-        (lambda: call(dim=128, window=5, softcap=5.0), "a window with a soft cap"),
         (lambda: call(q=torch.zeros((32, 4, 66), dtype=torch.bfloat16)[..., :64]), r"q: strides \[264, 66, 1\]"),
         (lambda: call(q=torch.zeros(32 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(32, 4, 64)), "q: its address"),
         (lambda: call(k_cache=torch.zeros((1, 16, 2, 64), dtype=torch.bfloat16).expand(4, -1, -1, -1)), "k_cache: strides"),
@@ -82,7 +81,8 @@ def test_taken_calls() -> None:
     for x in (
         call(), call(dtype=torch.float16), call(dim=128, page_size=256), call(q=qkv[:, :256].view(32, 4, 64)),
         call(k_cache=both[:, 0], v_cache=both[:, 1]), call(window=5, softcap=5.0),
-        call(dim=128, window=5), call(dim=128, softcap=5.0), call(k_cache=by_head, v_cache=by_head), call(k_cache=single, v_cache=single),
+        call(dim=128, window=5), call(dim=128, softcap=5.0), call(dim=256, window=5, softcap=5.0),
+        call(dim=40), call(dim=80), call(dim=192), call(k_cache=by_head, v_cache=by_head), call(k_cache=single, v_cache=single),
     ):  # fmt: skip
         out = torch.zeros(x.q.shape, dtype=x.q.dtype)
         assert prefill_sm90.refusal(x, out, "sm_90") is None
@@ -129,18 +129,20 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90_without_spills() -> None:
-    verify_compiled([{"dim": 128, "page_size": 16}])
+    verify_compiled([{"dim": 128, "page_size": 16}, {"dim": 256, "page_size": 16}])
 
 
 @pytest.mark.slow
 def test_every_specialisation_compiles_without_spills() -> None:
     verify_compiled(
-        [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
-        + [{"dim": dim, "causal": False, "sinks": True} for dim in (64, 128)]
-        + [{"dim": dim, "dtype": "float16", "sinks": True, "lse": True} for dim in (64, 128)]
-        + [{"dim": dim, "window": 100, "lse": True} for dim in (64, 128)]
-        + [{"dim": dim, "softcap": 30.0, "sinks": True, "lse": True} for dim in (64, 128)]
-        + [{"dim": 64, "window": 100, "softcap": 30.0}, {"dim": 128, "softcap": 30.0, "causal": False}]
+        [{"dim": dim, "page_size": page} for dim in (64, 128, 256) for page in (16, 32, 64, 128, 256)]
+        + [{"dim": dim, "causal": False, "sinks": True} for dim in (64, 128, 256)]
+        + [{"dim": dim, "dtype": "float16", "sinks": True, "lse": True} for dim in (64, 80, 128, 192, 256)]
+        + [{"dim": dim, "window": 100, "lse": True} for dim in (64, 128, 256)]
+        + [{"dim": dim, "window": 100, "sinks": True, "lse": True} for dim in (96, 256)]
+        + [{"dim": dim, "softcap": 30.0, "sinks": True, "lse": True} for dim in (64, 128, 256)]
+        + [{"dim": dim, "window": 100, "softcap": 30.0, "sinks": True, "lse": True} for dim in (64, 128, 256)]
+        + [{"dim": dim, "softcap": 30.0, "causal": False} for dim in (128, 256)]
         + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4, "lse": True}]
     )
 
@@ -184,22 +186,34 @@ def test_one_tile(taken):
 
 @gpu
 @pytest.mark.parametrize("query_len", [9, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 600])
-def test_query_lengths(taken, query_len):
-    verify([query_len], [query_len])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_query_lengths(taken, dim, query_len):
+    verify([query_len], [query_len], dim=dim)
 
 
 @gpu
 @pytest.mark.parametrize("prefix", [1, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 1000, 4096])
-def test_chunks_on_a_prefix(taken, prefix):
-    verify([prefix + 200, prefix + 64, prefix + 9], [200, 64, 9])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_chunks_on_a_prefix(taken, dim, prefix):
+    verify([prefix + 200, prefix + 64, prefix + 9], [200, 64, 9], dim=dim)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_pages_and_dims(taken, dim, page_size, dtype):
     verify(*RAGGED, dim=dim, page_size=page_size, dtype=dtype, extra_rows=3)
+
+
+@gpu
+@pytest.mark.parametrize("dim", [40, 80, 96, 112, 136, 192, 200])
+def test_head_dimensions_between(taken, dim):
+    """Columns that fill a block up to a power of two are neither read nor written."""
+    case = verify(*RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda"))
+    wide = torch.full((case.q.shape[0], 8, dim + 8), float("nan"), dtype=case.q.dtype, device="cuda")
+    paged.paged_attention_out(*case.tensors, **case.keywords, out=wide[..., :dim])
+    assert torch.equal(wide[..., :dim], attend(case)[0]) and torch.isnan(wide[..., dim:]).all()
 
 
 @gpu
@@ -214,11 +228,11 @@ def test_group_ratios(taken, heads, kv_heads):
     [
         {"causal": False}, {"sinks": True}, {"causal": False, "sinks": True}, {"k_scale": 0.5, "v_scale": 3.0},
         {"window": 1}, {"window": 100}, {"window": 129, "sinks": True}, {"window": 5000},
-        {"softcap": 5.0}, {"softcap": 5.0, "causal": False},
+        {"softcap": 5.0}, {"softcap": 5.0, "causal": False}, {"softcap": 5.0, "window": 100, "sinks": True},
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_features(taken, dim, keywords):
     keywords = dict(keywords)
     if keywords.pop("sinks", False):
@@ -229,10 +243,11 @@ def test_features(taken, dim, keywords):
 @gpu
 @pytest.mark.parametrize("freed", ["gone", "reused"])
 @pytest.mark.parametrize("window", [1, 40, 300])
-def test_pages_before_the_window_belong_to_others(taken, window, freed):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_pages_before_the_window_belong_to_others(taken, dim, window, freed):
     """What they hold, NaN too, changes no bit: not in the blocks that a tile skips, not in the one where its window begins."""
     lens, query_lens = [700, 1500, 129], [100, 257, 129]
-    case = make_case(lens, query_lens, window=window, **SHAPE)
+    case = make_case(lens, query_lens, window=window, **{**SHAPE, "dim": dim})
     expected, expected_lse = attend(case)
     check(case, expected, expected_lse)
     for s, (length, query_len) in enumerate(zip(lens, query_lens, strict=True)):
@@ -246,10 +261,11 @@ def test_pages_before_the_window_belong_to_others(taken, window, freed):
 
 @gpu
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_no_key(taken, sinks):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_rows_that_see_no_key(taken, dim, sinks):
     """Sequences of length 0 with queries, with a table of -1, and with more queries than keys: zero rows, LSE -inf or the sink's."""
     keywords = {"sinks": torch.randn(8, device="cuda")} if sinks else {}
-    verify([0, 200, 100, 5, 0], [40, 200, 300, 150, 1], **keywords)
+    verify([0, 200, 100, 5, 0], [40, 200, 300, 150, 1], dim=dim, **keywords)
 
 
 @gpu
@@ -280,7 +296,7 @@ def test_strides(taken):
 
 @gpu
 @pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_shared_memory_that_another_kernel_left(taken, dim, value):
     """Programs that end before their ring of tile descriptions was filled once must use nothing that lay there before."""
     from tests.tkernels.attention.shared_memory import fill_shared_memory
@@ -301,8 +317,9 @@ def test_many_sequences_of_many_lengths(taken):
 
 
 @gpu
-def test_bits_alone_and_in_a_batch(taken):
-    case = make_case([1000, 300, 700, 129, 2000, 64, 40], [200, 300, 1, 129, 300, 64, 9], **SHAPE)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bits_alone_and_in_a_batch(taken, dim):
+    case = make_case([1000, 300, 700, 129, 2000, 64, 40], [200, 300, 1, 129, 300, 64, 9], **{**SHAPE, "dim": dim})
     out, lse = attend(case)
     starts = case.cu_seqlens_q.tolist()
     for s in range(7):
@@ -356,7 +373,7 @@ def test_two_streams_at_once(taken):
 
 
 @gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_thousand_reruns_under_stress(taken, dim):
     """Bit-identical while another stream's kernels take multiprocessors and bandwidth at changing moments."""
     case = make_case([1000, 33, 700, 129, 3000, 300], [500, 33, 5, 129, 300, 257], **{**SHAPE, "dim": dim, "heads": 32, "kv_heads": 8})
@@ -396,7 +413,7 @@ def test_b098_cache_beyond_2_to_31_elements(taken):
 
 
 @gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_no_spills_and_no_compilation_for_other_batches(taken, dim):
     import triton.knobs
 

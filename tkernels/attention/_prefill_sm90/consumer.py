@@ -1,0 +1,291 @@
+"""The consumers: matrix products, softmax, the rows' end."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tkernels.attention._prefill_sm90.shared import FIRST_BARRIER, OUT_COLUMNS, ROWS, TILE, TILE_STAGES, get_word, here, meet, wait_tile
+
+
+@gluon.jit
+def _reciprocal(x):
+    """1 / x to one unit in the last place: the operator's division takes three times the instructions, and registers."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _softmax(
+    s, m, l, position, key, qk_scale, softcap, window,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Scores s [ROWS, keys] of one block → (p, m, l, factor of what was summed before).
+
+    m: running maximum of the scores (with a soft cap: of the capped ones, in base 2); l: running sum of p = 2^(scaled score - maximum).
+    """
+    if HAS_SOFTCAP:  # softcap · tanh(x / softcap) = 2 · softcap / (1 + e^(-2 x / softcap)) - softcap, right at both ends
+        t = gl.exp2(s * (qk_scale * (-2.0 * 1.4426950408889634) / softcap))
+        s = _reciprocal(1.0 + t) * (2.0 * softcap) - softcap
+        qk_scale = 1.0
+    if MASKED:
+        visible = key[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        s = gl.where(visible, s, float("-inf"))
+    m_new = gl.max(s, 1)
+    if not FIRST:
+        m_new = gl.maximum(m, m_new)
+    base = m_new * qk_scale
+    if MASKED:
+        base = gl.where(m_new == float("-inf"), 0.0, base)  # nothing seen yet: not exp2(-inf + inf)
+    p = gl.exp2(s * qk_scale - base[:, None])
+    l_new = gl.sum(p, 1)
+    factor = base
+    if not FIRST:
+        factor = gl.exp2(m * qk_scale - base)
+        l_new = l * factor + l_new
+    return p, m_new, l_new, factor
+
+
+@gluon.jit
+def _first_block(
+    q, k, sees, stage, qk_scale, softcap, window,
+    LAYOUT: gl.constexpr, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """The block of a tile that is computed first, its last one: (p, m, l). Always masked."""
+    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, LAYOUT), use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    meet("arrive", FIRST_BARRIER + stage)
+    sees = gl.convert_layout(sees, gl.SliceLayout(1, LAYOUT))
+    none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    p, m, l, _factor = _softmax(s, none, none, sees, key, qk_scale, softcap, window, True, True, HAS_WINDOW, HAS_SOFTCAP)
+    return p, m, l
+
+
+@gluon.jit
+def _first_half_block(
+    q, k, sees, stage, qk_scale, softcap, window,
+    LAYOUT: gl.constexpr, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """The same where no row sees the right half of the block: half the products and exponentials."""
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS // 2, 16])
+    p, m, l = _first_block(q, k.slice(0, KEYS // 2), sees, stage, qk_scale, softcap, window, half, KEYS // 2, HAS_WINDOW, HAS_SOFTCAP)
+    p = gl.join(p, gl.zeros([ROWS, KEYS // 2], gl.float32, half)).permute((0, 2, 1)).reshape([ROWS, KEYS])
+    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    return gl.convert_layout(p, LAYOUT), gl.convert_layout(m, rows), gl.convert_layout(l, rows)
+
+
+@gluon.jit
+def _next_block(
+    q, ks, vs, i, acc, m, l, p, position, key, qk_scale, softcap, window, zeros,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, NARROW: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Block i of this role: its Q · Kᵀ is issued, then the P · V of block i - 1, under which the softmax of block i runs.
+
+    p is carried in fp32 and rounded under the Q · Kᵀ, which is faster; with NARROW it is carried rounded, which takes 32 registers
+    fewer at the peak (p, s and acc at once).
+    """
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    stage = i % K_STAGES
+    v_stage = (i - 1) % V_STAGES
+    mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
+    s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
+    mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
+    acc = warpgroup_mma(p_narrow, vs.blocks.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    meet("arrive", FIRST_BARRIER + stage)
+    p, m, l, factor = _softmax(s, m, l, position, key, qk_scale, softcap, window, False, MASKED, HAS_WINDOW, HAS_SOFTCAP)
+    if NARROW:
+        p = gl.convert_layout(p.to(DTYPE), p_layout)
+        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
+    else:
+        acc, p_narrow, p = warpgroup_mma_wait(0, [acc, p_narrow, p])
+    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
+    return acc, m, l, p
+
+
+@gluon.jit
+def _pass_block(ks, vs, i, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
+    """Give block i back unread, after it has come: an arrival before the loader has met the one before would count for that."""
+    stage = i % K_STAGES
+    v_stage = i % V_STAGES
+    mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
+    meet("arrive", FIRST_BARRIER + stage)
+    mbarrier.wait(vs.full.index(v_stage), (i // V_STAGES) & 1)
+    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+    return i + 1
+
+
+@gluon.jit
+def _begin_tile(tiles, k, HAS_WINDOW: gl.constexpr):
+    at = wait_tile(tiles, k)
+    low = 0
+    if HAS_WINDOW:
+        low = get_word(tiles, at, 1)
+    return get_word(tiles, at, 0), low, get_word(tiles, at, 5), get_word(tiles, at, 6)
+
+
+@gluon.jit
+def _end_tile(tiles, k):
+    """What only the store needs, read last: held over the loops it would cost registers that they lack."""
+    stage = k % TILE_STAGES
+    head = get_word(tiles, stage, 2)
+    row = get_word(tiles, stage, 3)
+    rows = get_word(tiles, stage, 4)
+    length = get_word(tiles, stage, 6)
+    mbarrier.arrive(tiles.empty.index(stage), count=1)
+    return head, row, rows, length
+
+
+@gluon.jit
+def consumer(
+    out_desc, out_ptr, lse_ptr, sinks_ptr, qk_scale, softcap, v_factor, window, stride_ot, stride_oh, stride_lt, stride_lh,
+    q_shared, out_shared, q_full, q_empty, ks, vs, tiles, WG: gl.constexpr,
+    DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr,
+):  # fmt: skip
+    """Rows WG · ROWS to (WG + 1) · ROWS of every tile. Blocks of keys from the last to the first: cut by the diagonal or the end,
+    seen by every row (no mask in that loop), cut by the window's start."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+    i = 0  # blocks this role has begun: their stages follow from it
+    k = 0
+    blocks, low, position, length = _begin_tile(tiles, 0, HAS_WINDOW)
+    while blocks > 0:
+        first_position = position + WG * ROWS
+        if CAUSAL and WG == 0 and BLOCK_N < TILE:  # blocks that only the other consumer's rows see
+            unseen = gl.minimum(blocks - 1 - gl.maximum(first_position + ROWS - 1, 0) // BLOCK_N, blocks - 1 - low)
+            for _ in range(unseen):
+                i = _pass_block(ks, vs, i, K_STAGES, V_STAGES)
+            blocks -= gl.maximum(unseen, 0)
+        base = (blocks - 1) * BLOCK_N  # the last block's start: keys count from it in what follows
+        full = blocks - 1  # blocks before it are not cut by the diagonal or the end
+        if CAUSAL:
+            full = gl.maximum(gl.minimum((first_position + 1) // BLOCK_N, full), low)
+            sees = offs_m + (first_position - base)  # the last key that a row sees
+        else:
+            sees = gl.full([ROWS], 0, gl.int32, offs_m.type.layout) + (length - 1 - base)
+        open_low = low  # blocks before it are cut by the window's start
+        if HAS_WINDOW:
+            open_low = (gl.maximum(first_position + ROWS - window, 0) + BLOCK_N - 1) // BLOCK_N
+            open_low = gl.minimum(gl.maximum(open_low, low), full)
+        stage = i % K_STAGES
+        none = gl.full([ROWS], 0.0, gl.float32, offs_m.type.layout)
+        q = q_shared.index(WG)
+        mbarrier.wait(q_full, k & 1)
+        mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
+        if HALF_DIAGONAL and WG == 0:
+            if first_position - base + ROWS <= BLOCK_N // 2:  # no row sees the right half of this block
+                p, m, l = _first_half_block(
+                    q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
+                )
+            else:
+                p, m, l = _first_block(
+                    q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
+                )
+        else:
+            p, m, l = _first_block(
+                q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
+            )
+        if NARROW:
+            p = gl.convert_layout(p.to(DTYPE), p_layout)
+        acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
+        i += 1
+        for j in range(1, blocks - full):
+            acc, m, l, p = _next_block(
+                q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
+                qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+            )  # fmt: skip
+            i += 1
+        for _j in range(gl.maximum(blocks - full, 1), blocks - open_low):
+            acc, m, l, p = _next_block(
+                q, ks, vs, i, acc, m, l, p, sees, offs_n, qk_scale, softcap, window, zeros,
+                False, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+            )  # fmt: skip
+            i += 1
+        if HAS_WINDOW:
+            for j in range(gl.maximum(blocks - open_low, 1), blocks - low):
+                acc, m, l, p = _next_block(
+                    q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
+                    qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+                )  # fmt: skip
+                i += 1
+        mbarrier.arrive(q_empty, count=1)
+        v_stage = (i - 1) % V_STAGES
+        p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
+        mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
+        acc = warpgroup_mma(p_narrow, vs.blocks.index(v_stage), acc, is_async=True)
+        # while the last P · V runs
+        head, row, rows, seq_len = _end_tile(tiles, k)
+        row += WG * ROWS
+        rows -= WG * ROWS  # that exist; may be negative
+        k += 1
+        blocks, low, position, length = _begin_tile(tiles, k, HAS_WINDOW)
+        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
+        meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+
+        if not HAS_SOFTCAP:
+            m = m * qk_scale
+        if HAS_SINKS:
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
+            sink = none + gl.where(seq_len > 0, sink, float("-inf"))
+            m_new = gl.maximum(m, sink)
+            m_base = gl.where(m_new == float("-inf"), 0.0, m_new)
+            factor = gl.exp2(m - m_base)
+            l = l * factor + gl.exp2(sink - m_base)
+            m = m_new
+            factor = factor * v_factor
+        else:
+            factor = gl.full([ROWS], v_factor, gl.float32, none.type.layout)
+        empty = l == 0.0  # no key seen: zero output, LSE -inf
+        divisor = gl.where(empty, 1.0, l)
+        factor = gl.convert_layout(gl.where(empty, 0.0, factor / divisor), gl.SliceLayout(1, o_layout))
+        out = (acc * factor[:, None]).to(DTYPE)
+        if rows >= ROWS:
+            if DIM <= OUT_COLUMNS:
+                _store_columns(out_desc, out_shared.index(WG), out, row, head, 0)
+            else:
+                half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+                left, right = out.reshape([ROWS, 2, DIM // 2]).permute((0, 2, 1)).split()
+                _store_columns(out_desc, out_shared.index(WG), gl.convert_layout(left, half), row, head, 0)
+                _store_columns(out_desc, out_shared.index(WG), gl.convert_layout(right, half), row, head, DIM // 2)
+        else:
+            _store_rows(out_ptr, out, row, rows, head, stride_ot, stride_oh, HEAD_DIM, DIM)
+        if HAS_LSE:
+            lse = gl.where(empty, float("-inf"), (m + gl.log2(divisor)) * 0.6931471805599453)
+            at = (row + offs_m).to(gl.int64) * here(stride_lt) + head * here(stride_lh)
+            gl.store(lse_ptr + at, lse, mask=offs_m < rows)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_columns(out_desc, shared, out, row, head, column):
+    tma.store_wait(0)
+    shared.store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, head, column], shared)
+
+
+@gluon.jit
+def _store_rows(out_ptr, out, row, rows, head, stride_ot, stride_oh, HEAD_DIM: gl.constexpr, DIM: gl.constexpr):
+    layout: gl.constexpr = out.type.layout
+    offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    at = (row + offs_m).to(gl.int64) * here(stride_ot) + head * here(stride_oh)
+    at = gl.multiple_of(at, 8)  # TMA asks that of strides
+    mask = (offs_m < rows)[:, None]
+    if HEAD_DIM != DIM:
+        mask = mask & (offs_d < HEAD_DIM)[None, :]
+    gl.store(out_ptr + at[:, None] + offs_d[None, :], out, mask=mask)
