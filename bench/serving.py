@@ -9,7 +9,7 @@ Each policy is a process of its own, ``python -m runtime bench``, so that the wh
 the same time, with one they take turns. Each times the steps of its own graphs first (``costs_POLICY.json``, what `simulate --costs` and
 ``bench/simulate_policies.py --costs`` read). Everything is written after each rate.
 
-On one H200 a policy takes about 25 s to load and compile, 60 to 90 s to capture and prove, 20 s to time steps, and 95 s for each rate.
+The start captures, proves and times some 150 steps of 32 layers, which takes a minute or two; then each rate takes --seconds and a little.
 """
 
 from __future__ import annotations
