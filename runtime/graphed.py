@@ -12,7 +12,6 @@ another stream waits for the one before.
 from __future__ import annotations
 
 import copy
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,15 +24,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
+from runtime import start
 from runtime.binding import Binding, Call, Dynamic, key_text
 from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
-from runtime.measure import CostTable, fingerprint
 from runtime.plan import Plan
-from runtime.proofs import Proofs, file_beside, rests_on
 from runtime.ready import Known, Ready, known_call
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
 from runtime.warmup import Prepared, Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
@@ -142,72 +140,18 @@ class GraphedModule(torch.nn.Module):
 
     def _prepare(self, example: Call) -> tuple[Steps, Dispatcher]:
         if self._steps is None or self._dispatcher is None:
-            device = next((t.device for t in self._module_tensors()), next(iter(example.tensors.values())).device)
-            self._steps = Steps(self.module, self.config, self._binding, self._pad, self._bounds, self._static, device)
-            table, reason = self._load_costs(device)
-            if reason:
-                self._steps.remark(reason)
-            self._load_proofs(self._steps, table)
+            own = (*self.module.parameters(), *self.module.buffers())
+            device = own[0].device if own else next(iter(example.tensors.values())).device
+            self._steps = steps = Steps(self.module, self.config, self._binding, self._pad, self._bounds, self._static, device)
+            table = start.load_costs(steps)
+            start.load_proofs(steps, table)
             if self.config.graph.histogram:
-                self._steps.traffic = sizing.load_histogram(self.config.graph.histogram)
+                steps.traffic = sizing.load_histogram(self.config.graph.histogram)
             self._dispatcher = Dispatcher(
                 table, mode=self.config.graph.mode, token=self._binding.token, nearest=self.config.graph.pick == "nearest"
             )
-            self._lists = self._plan_sizes()
+            self._lists = start.sizes_to_capture(steps)
         return self._steps, self._dispatcher
-
-    def _module_tensors(self) -> Iterable[torch.Tensor]:
-        yield from self.module.parameters()
-        yield from self.module.buffers()
-
-    def _shape_text(self) -> str:
-        """Changes with everything that a measured cost depends on, apart from device and versions."""
-        digest = hashlib.sha256()
-        for name, t in self.module.state_dict().items():
-            digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-        digest.update(repr((self.config.compile, self._binding.dims, self._bounds)).encode())
-        return f"{type(self.module).__name__} {digest.hexdigest()[:16]}"
-
-    def _load_costs(self, device: torch.device) -> tuple[CostTable, str]:
-        valid_for = fingerprint(device, self._shape_text())
-        path = self.config.graph.cost_table
-        table, reason = CostTable.load(path, valid_for) if path else (None, "")
-        return table or CostTable(valid_for), reason
-
-    def _load_proofs(self, steps: Steps, table: CostTable) -> None:
-        """What the starts before have proved. Several ranks prove everything: each would have to know that all others remember."""
-        path = self.config.graph.cost_table
-        if not path or self.config.parallel.tensor > 1:
-            return
-        settings = (self.config.compile, self.config.graph.fresh_split_outputs, self._binding.dims, self._pad, self._bounds, self._static)
-        valid_for = rests_on(self.module, table.valid_for, repr(settings))
-        steps.proved = Proofs.load(file_beside(path), valid_for)
-        if self.config.graph.check != "poison":
-            steps.known = Proofs(valid_for, dict(steps.proved.steps), dict(steps.proved.keys))
-
-    def _save_proofs(self, steps: Steps) -> None:
-        path = self.config.graph.cost_table
-        if path and steps.proved.valid_for is not None:
-            steps.proved.keys.update(steps.facts())
-            steps.proved.save(file_beside(path))
-
-    def _plan_sizes(self, max_graphs: int | None = None, cost: Callable[[int], float] | None = None) -> dict[str, list[int]]:
-        """mode -> sizes to capture."""
-        graph = self.config.graph
-        lists: dict[str, list[int]] = {}
-        assert self._steps is not None
-        for mode, configured in (("piecewise", graph.capture_sizes), ("full", graph.full_sizes)):
-            if mode == "full" and configured == "auto":
-                configured = graph.capture_sizes
-            chosen, remark = sizing.capture_sizes(
-                configured if cost is None else "auto", max_tokens=graph.max_tokens, max_num_seqs=self.config.scheduler.max_num_seqs,
-                max_graphs=max_graphs or graph.max_graphs, histogram=self._steps.traffic, cost=cost,
-            )  # fmt: skip
-            if remark:
-                self._steps.remark(remark)
-            if graph.mode in ("auto", mode):
-                lists[mode] = chosen
-        return lists
 
     def warmup(
         self,
@@ -262,7 +206,7 @@ class GraphedModule(torch.nn.Module):
             self._check_borrow(steps)
             if self.config.graph.cost_table:
                 dispatcher.table.save(self.config.graph.cost_table)
-                self._save_proofs(steps)
+                start.save_proofs(steps)
             return self.plan
 
     def _check_borrow(self, steps: Steps) -> None:
@@ -558,7 +502,7 @@ class GraphedModule(torch.nn.Module):
                 raise RuntimeError("replan: there has been no step yet to plan for")
             steps.traffic = dict(dispatcher.step_sizes)
             busiest = max(steps.keys.values(), key=lambda key: dispatcher.steps_of_key[key.text])
-            self._lists = self._plan_sizes(max_graphs, partial(dispatcher.graph_ms, busiest.text))
+            self._lists = start.sizes_to_capture(steps, max_graphs, partial(dispatcher.graph_ms, busiest.text))
             for key in steps.keys.values():
                 for mode, size in list(key.captured):
                     if size not in self._lists.get(mode, ()):

@@ -150,3 +150,22 @@ def test_a_known_call_does_not_outlive_its_graph(device: torch.device) -> None:
     assert fast.stats()["steps"]["full"].get(4, 0) == before
     fast.reset()
     assert torch.allclose(fast(*args), module(*args), atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [(True, False), (False, True), (False, False)])
+def test_host_tensors_beside_tensors_of_the_device(packed: tuple[bool, bool]) -> None:
+    """Those of the device are copied behind the one copy of the others, which writes over them. Here some are taken for such."""
+    module = Layers()
+    fast = make(module, mode="full")
+    fast.warmup(*step(8))
+    level_costs(fast)
+    for n in (3, 8, 3, 5, 1, 4):
+        fast(*step(n))
+        known = fast._dispatcher.memo["newest"]  # type: ignore[union-attr]
+        known._all_packed, known._is_packed = False, list(packed)
+        for _ in range(3):
+            args = step(n)
+            assert torch.allclose(fast(*args), module(*args), atol=1e-6)
+        key = known.ready.key
+        tails = [view[n:] for view in key.arena.views(known.ready.captured.padded).values()]
+        assert all(tail.eq(0).all() for tail in tails), "padding"
