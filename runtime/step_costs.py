@@ -39,6 +39,8 @@ def measure_steps(
     kind and mode. budget_s: no further size is timed after so many seconds (0: all are); which come first is chosen so that those left
     out lie evenly between those timed, and "not_timed" counts them.
     """
+    if not budget_s >= 0:
+        raise ValueError(f"budget_s: expected 0 or more seconds, got {budget_s}")
     started = time.perf_counter()
     timer = _Timer(runner, point_ms)
     limits, longest = runner.config.scheduler, runner.max_context
