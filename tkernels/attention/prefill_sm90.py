@@ -38,7 +38,7 @@ class Sm90Tiles:
 _TILES = {
     64: Sm90Tiles(block_n=128, k_stages=3, v_stages=3),
     128: Sm90Tiles(block_n=128, k_stages=2, v_stages=2),
-    256: Sm90Tiles(block_n=64, k_stages=2, v_stages=2),
+    256: Sm90Tiles(block_n=64, k_stages=2, v_stages=2),  # the output takes 128 registers a thread: 32 are left for scores
 }
 _PAGES = (16, 32, 64, 128, 256)  # at most 8 TMA copies a block
 

@@ -253,7 +253,7 @@ def consumer(
         divisor = gl.where(empty, 1.0, l)
         factor = gl.convert_layout(gl.where(empty, 0.0, factor / divisor), gl.SliceLayout(1, o_layout))
         out = (acc * factor[:, None]).to(DTYPE)
-        if rows >= ROWS:
+        if rows >= ROWS:  # tested this way round: ptxas spills with the other
             if DIM <= OUT_COLUMNS:
                 _store_columns(out_desc, out_shared.index(WG), out, row, head, 0)
             else:
