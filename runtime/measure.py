@@ -94,7 +94,9 @@ def fingerprint(device: torch.device, shape: str) -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    return {"device": gpu, "model": shape, "torch": torch.__version__, "triton": triton_version, "format": str(FORMAT)}
+    facts = {"device": gpu, "model": shape, "torch": torch.__version__, "triton": triton_version, "format": str(FORMAT)}
+    dependent = os.environ.get("TKERNELS_PDL", "0")  # captured kernels overlap with it
+    return facts if dependent == "0" else {**facts, "pdl": dependent}
 
 
 @dataclass

@@ -28,21 +28,22 @@ class _Words:
         self._next = 0
         self._taken = 0
 
-    def turn(self, count: int) -> torch.Tensor | None:
+    def turn(self, count: int) -> Place | None:
         if count > _MOST_EAGER:
             return None
         if self._next + count > EAGER_WORDS:
             self._next = 0
         self._next += count
-        return self._ring[self._next - count : self._next]
+        return self._ring, self._next - count
 
-    def keep(self, count: int) -> torch.Tensor | None:
+    def keep(self, count: int) -> Place | None:
         if self._taken + count > CAPTURED_WORDS:
             return None
         self._taken += count
-        return self._kept[self._taken - count : self._taken]
+        return self._kept, self._taken - count
 
 
+Place = tuple[torch.Tensor, int]
 _words: dict[torch.device, _Words] = {}
 _lock = threading.Lock()
 
@@ -50,16 +51,32 @@ _lock = threading.Lock()
 def counters(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros that no other launch uses; the kernel must leave them at zero. Starts on 32 bytes. Any thread may call."""
     count = (count + 7) & -8
-    if device.type == "cuda":
-        capturing = torch.cuda.is_current_stream_capturing()
-        with _lock:
-            words = _words.get(device)
-            if words is None and not capturing:
-                with _disable_current_modes():  # made once: no work of an op that is being bound
-                    words = _words[device] = _Words(device)
-                torch.cuda.current_stream(device).synchronize()  # another stream may use them first
-            if words is not None:
-                found = words.keep(count) if capturing or is_binding() else words.turn(count)
-                if found is not None:
-                    return lend(found, partial(counters, count, device))
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    again = partial(_address, count, device)
+    if device.type != "cuda":  # the interpreter runs a launch to its end: nothing else uses them meanwhile
+        with _disable_current_modes():
+            return lend(torch.zeros(count, dtype=torch.int32, device=device), again)
+    place = _place(count, device)
+    if place is None:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    words, start = place
+    return lend(words[start : start + count], again)
+
+
+def _address(count: int, device: torch.device) -> int | torch.Tensor:
+    """Where the counters of another launch are, without making a tensor of them where that can be."""
+    place = _place(count, device) if device.type == "cuda" else None
+    return place[0].data_ptr() + 4 * place[1] if place is not None else torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _place(count: int, device: torch.device) -> Place | None:
+    """Words in one of the two tensors that are kept, from where on; None: fresh ones are needed."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    with _lock:
+        words = _words.get(device)
+        if words is None:
+            if capturing:
+                return None
+            with _disable_current_modes():  # made once: no work of an op that is being bound
+                words = _words[device] = _Words(device)
+            torch.cuda.current_stream(device).synchronize()  # another stream may use them first
+        return words.keep(count) if capturing or is_binding() else words.turn(count)

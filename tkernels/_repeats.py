@@ -28,8 +28,9 @@ MOST = 1024  # plans of an op: prompts of ever other lengths should not fill the
 _ALIGNMENT = 16  # bytes; what Triton specialises pointers on. torch's allocators give more.
 _PIECE = 256  # temporaries start on multiples of this in their common allocation
 
+Again = Callable[[], torch.Tensor | int]  # memory for another call, or its address on the device
 _tables: list[dict[Any, Any]] = []
-_lent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] | None = None  # while a call is taken down
+_lent: list[tuple[torch.Tensor, Again]] | None = None  # while a call is taken down
 
 
 class _Plan(NamedTuple):
@@ -38,7 +39,7 @@ class _Plan(NamedTuple):
     temporaries: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     offsets: tuple[int, ...]  # of the temporaries in their common allocation
     space: int  # bytes of it
-    lent: tuple[Callable[[], torch.Tensor], ...]
+    lent: tuple[Again, ...]
     constants: tuple[Any, ...]
     # (run, grid, what stands between stream and arguments, picks the arguments from: arguments, outputs, temporaries, lent, constants)
     launches: tuple[tuple[Any, tuple[int, int, int], Any, Callable[[Any], tuple[Any, ...]]], ...]
@@ -51,7 +52,7 @@ def forget() -> None:
         table.clear()
 
 
-def lend(tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
+def lend(tensor: torch.Tensor, again: Again) -> torch.Tensor:
     """``tensor``, given to an op by something of the package that is neither argument nor ``torch.empty``; ``again`` gives it another."""
     if _lent is not None and _launch.is_noting():
         _lent.append((tensor, again))
@@ -120,7 +121,7 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
             base = space.data_ptr()
             pool += [base + offset for offset in plan.offsets]
         lent = [again() for again in plan.lent]  # alive until the launch
-        pool += [tensor.data_ptr() for tensor in lent]
+        pool += [x if isinstance(x, int) else x.data_ptr() for x in lent]
         pool += plan.constants
         if torch._C._cuda_getDevice() != device.index and device.type == "cuda":  # kernels are loaded into the context of one device
             with torch.cuda.device(device):
@@ -143,7 +144,7 @@ def _take_down(
     global _lent
     recording, notes = _launch.Recording(_empty), list[_launch.Note]()
     with _launch.noting(notes, binds=False):
-        lent, _lent = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]](), []
+        lent, _lent = list[tuple[torch.Tensor, Again]](), []
         try:
             with recording:
                 result = call(*args, **kwargs)
