@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tkernels.attention._prefill_sm90.shared import FIELDS, ROWS, SEQS, TILE, TILE_STAGES, WARPGROUPS, put_word
+from tkernels.attention._prefill_sm90.shared import FIELDS, ROWS, SEQS, TILE, TILE_STAGES, WARPGROUPS, WIDE, put_word
 
 
 @gluon.jit
@@ -15,9 +15,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY: gl.constexpr):
-    """(query tiles, level) of the sequences ``first`` to ``first + SEQS``; level: the exponent of the length. Short ones have no tiles."""
-    s = first + gl.arange(0, SEQS, gl.BlockedLayout([1], [32], [1], [0]))
+def _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY: gl.constexpr, COUNT: gl.constexpr):
+    """(query tiles, level) of the sequences ``first`` to ``first + COUNT``; level: the exponent of the length. Short ones have no tiles."""
+    s = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [1], [0]))
     live = s < num_seqs
     query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
     length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
@@ -47,16 +47,18 @@ def scheduler(
     keys in L2; in it the tile with the most keys first. Exact order of lengths inside a level would cost a sort and gain nothing."""
     num_tiles = 0
     level = 0
-    for first in range(0, num_seqs, SEQS):
-        count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY)
+    first = 0  # where the search for a tile begins: SEQS before the first sequences that reach the highest level
+    for start in range(0, num_seqs, WIDE):
+        count, levels = _query_tiles(cu_ptr, lens_ptr, start, num_seqs, capacity, MIN_QUERY, WIDE)
         num_tiles += gl.sum(count, 0)
-        level = gl.maximum(level, gl.max(gl.where(count > 0, levels, 0), 0))
+        highest = gl.max(gl.where(count > 0, levels, 0), 0)
+        first = gl.where(highest > level, start, first)
+        level = gl.maximum(level, highest)
     items = num_tiles * HEADS
     # a cursor that only moves on: ``passed`` query tiles lie before the SEQS sequences at ``first`` in this level, which have ``here``
     passed = 0
     here = 0
-    first = num_seqs  # the first search begins the level below
-    level += 1
+    first -= SEQS
     item = gl.program_id(0)
     k = 0
     go = item >= 0
@@ -72,9 +74,9 @@ def scheduler(
                 if first >= num_seqs:
                     first = 0
                     level -= 1
-                count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY)
+                count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY, SEQS)
                 here = gl.sum(gl.where(levels == level, count, 0), 0)
-            count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY)
+            count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY, SEQS)
             ends = gl.associative_scan(gl.where(levels == level, count, 0), 0, _add)
             before = ends <= tile - passed
             s = first + gl.sum(before.to(gl.int32), 0)

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 WARPGROUPS = gl.constexpr(2)  # consumers
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one warpgroup MMA
 TILE = gl.constexpr(128)  # query rows of a tile
-SEQS = gl.constexpr(32)  # sequences that the scheduler reads at once
+SEQS = gl.constexpr(32)  # sequences that the scheduler searches at once
+WIDE = gl.constexpr(128)  # sequences that it counts at once before the first tile
 OUT_COLUMNS = gl.constexpr(128)  # of a row that the consumers stage for a store at once
 TILE_STAGES = gl.constexpr(4)  # tiles that the scheduler may be ahead, and one that the consumers are at
 FIELDS = gl.constexpr(8)  # 32-bit words that describe a tile
