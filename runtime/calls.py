@@ -46,7 +46,11 @@ def illegal_shape(key: KeySteps, call: Call) -> str:
 
 def illegal_state(device: torch.device) -> str:
     """Why no graph may serve a call in the caller's present modes, or ""."""
-    return "torch.autocast is on, and graphs are captured without it" if torch.is_autocast_enabled(device.type) else ""
+    if torch.is_autocast_enabled(device.type):
+        return "torch.autocast is on, and graphs are captured without it"
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors of vmap, grad and jvp have no memory that could be copied
+        return "within a transform of torch.func, and graphs are captured outside"
+    return ""
 
 
 def illegal_memory(key: KeySteps, tensors: Mapping[str, torch.Tensor]) -> str:

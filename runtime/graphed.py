@@ -4,9 +4,9 @@
     print(fast.warmup(x))       # captures, proves, measures; a first call without it warms up on its own arguments
     y = fast(x)                 # like module(x): the cheapest legal captured step, or eager
 
-Inference only: calls run without gradients, inside ``torch.inference_mode`` or not. Under ``torch.autocast`` the module itself runs:
-graphs are captured without it. A graphed module has one set of input buffers, so calls of several threads take turns, and a call on
-another stream waits for the one before.
+Inference only: calls run without gradients, inside ``torch.inference_mode`` or not. Under ``torch.autocast`` and within transforms of
+``torch.func`` the module itself runs: graphs are captured without them. A graphed module has one set of input buffers, so calls of
+several threads take turns, and a call on another stream waits for the one before.
 """
 
 from __future__ import annotations

@@ -68,7 +68,14 @@ class Persistent:
                     elif slots is module.__dict__ and isinstance(value, frozen) and key not in sizes:
                         self._values.add(f"{prefix}.{key}" if prefix else key, slots, key)
         now = self._now = self._tensors.now()
-        self._pointers = [t.data_ptr() for t in now]
+        addressed = list(map(_address, now))
+        if None in addressed:
+            i = addressed.index(None)
+            raise ValueError(
+                f"{self._tensors.names[i]}: expected a dense tensor with memory of its own, which graphs read by its address, "
+                f"got {now[i].layout} {list(now[i].shape)}; make it dense, or run the module itself"
+            )
+        self._pointers = addressed
         self._layouts = list(map(_layout, now))
         self._devices = [t.device for t in now]
         self._stay = addresses.stays(now)
@@ -147,9 +154,12 @@ class Persistent:
         at = zip(self._tensors.names, self._tensors.dicts, self._tensors.keys, self._pointers, self._layouts, strict=True)
         for name, slots, key, then, layout in at:
             value = slots.get(key)
-            if not isinstance(value, torch.Tensor) or value.data_ptr() != then or _layout(value) != layout:
+            if not isinstance(value, torch.Tensor) or _address(value) != then or _layout(value) != layout:
                 return name
-        return self._changed_value() or self._changed_code()
+        value_or_code = self._changed_value() or self._changed_code()
+        if value_or_code is None:  # other objects over the same memory: from now on these
+            self._stay = addresses.stays(self._tensors.now())
+        return value_or_code
 
     def _same_layouts(self, now: list[torch.Tensor]) -> bool:
         """Shape, strides and dtype of the next ``_IN_TURN`` tensors, by the guards of torch.compile: a tenth of the time of asking in
@@ -219,6 +229,14 @@ class _Slots:
 _IN_TURN = 48  # tensors whose layout is compared in one step: 3 to 5 µs
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # the first child may come past every hook
 _FROZEN = (bool, int, float, str, type(None))
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """None: it has no memory of its own, as a sparse one."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -77,7 +77,7 @@ def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
                 tensors.append(value)
                 addresses.append(address)
             else:
-                key.append(value)
+                key.append(value if value or value.__class__ is not float else repr(value))  # 0.0 and -0.0 are equal, and two numbers
         look = tuple(key)
         plan = plans.get(look)
         if isinstance(plan, _Plan) and not _hooked():
@@ -106,6 +106,9 @@ def _hooked() -> bool:
 
 def _repeat(plan: _Plan, pool: list[Any]) -> Any:
     device = plan.device
+    if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:  # kernels are loaded into the context of one device, and
+        with torch.cuda.device(device):  # counters look at whether its stream is capturing
+            return _repeat(plan, pool)
     outputs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in plan.outputs]
     if INTERPRETED:  # takes tensors
         pool += outputs
@@ -123,18 +126,10 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
         lent = [again() for again in plan.lent]  # alive until the launch
         pool += [x if isinstance(x, int) else x.data_ptr() for x in lent]
         pool += plan.constants
-        if torch._C._cuda_getDevice() != device.index and device.type == "cuda":  # kernels are loaded into the context of one device
-            with torch.cuda.device(device):
-                _launch_all(plan, pool)
-        else:
-            _launch_all(plan, pool)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for kernel, (x, y, z), fixed, pick in plan.launches:
+            kernel(x, y, z, stream, *fixed, *pick(pool))
     return None if not outputs else outputs[0] if plan.single else tuple(outputs)
-
-
-def _launch_all(plan: _Plan, pool: list[Any]) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(plan.device.index)
-    for kernel, (x, y, z), fixed, pick in plan.launches:
-        kernel(x, y, z, stream, *fixed, *pick(pool))
 
 
 def _take_down(

@@ -59,6 +59,56 @@ def test_what_is_no_tensor_is_not_asked(way: str) -> None:
             assert way == "torch", "in C nothing is raised"
 
 
+def without_storage() -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    sparse = torch.eye(3).to_sparse()
+    torch.func.vmap(lambda x: kept.append(x) or x)(torch.rand(2, 3))  # type: ignore[func-returns-value]
+    return [sparse, nn.Parameter(sparse), torch.eye(3).to_sparse_csr(), kept[0]]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_tensor_without_storage_does_not_end_the_process(way: str, replace: bool) -> None:
+    """Of torch's own types too, and torch throws at a question for its address, which C cannot catch. replace: another object."""
+    for other in without_storage():
+        tensors = [nn.Parameter(torch.ones(3)), torch.ones(2)]
+        stay = addresses.stays(tensors)
+        now = list(tensors)
+        if replace:
+            now[0] = other
+        elif type(other) is nn.Parameter:
+            torch.utils.swap_tensors(tensors[0], nn.Parameter(other.detach()))
+        try:
+            assert stay(now) == (not replace and type(other) is not nn.Parameter)
+        except (RuntimeError, NotImplementedError):
+            assert way == "torch", "in C nothing is raised"
+
+
+def test_another_object_at_the_same_address_is_another(device: torch.device) -> None:
+    """What C has not asked before it does not ask; Persistent looks closer, and then takes the new one."""
+    module = Layers().to(device)
+    fast = make(module, mode="full")
+    fast.warmup(*step(8, device))
+    level_costs(fast)
+    args = step(3, device)
+    fast(*args)
+    persistent = fast._steps.persistent  # type: ignore[union-attr]
+    weight = module.linears[0].weight
+    module.linears[0]._parameters["weight"] = nn.Parameter(weight.data)
+    assert persistent.moved() is None and persistent._stay(persistent._tensors.now())
+    assert torch.allclose(fast(*args), module(*args), atol=1e-6)
+
+
+def test_a_weight_that_became_sparse_is_named() -> None:
+    module = Layers()
+    fast = make(module, mode="full")
+    fast.warmup(*step(8))
+    level_costs(fast)
+    fast(*step(3))
+    module.linears[0]._parameters["weight"] = nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(ValueError, match=r"linears.0.weight: expected a dense tensor .*, got torch.sparse_coo \[4, 4\]"):
+        fast(*step(3))
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_every_tensor_is_copied_to_its_place(way: str, strided: bool) -> None:
     kinds = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import graph_toys as toys
@@ -101,6 +102,37 @@ def test_autocast_gives_the_modules_own_result(device: torch.device, first: str)
     assert sum(fast.stats()["steps"]["full"].values()) == 1
 
 
+def test_transforms_of_torch_func_get_the_modules_own_result(device: torch.device) -> None:
+    """Their tensors have the type of plain ones and no memory. The loop in C would end the process at one."""
+    module = Affine().to(device)
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, 3, device=device))
+    level_costs(fast)
+    x, many = torch.rand(4, 3, device=device), torch.rand(5, 4, 3, device=device)
+    fast(x)
+    for _ in range(2):
+        assert torch.equal(torch.func.vmap(fast)(many), module(many))
+        weights = torch.rand(5, 3, device=device)
+        got = torch.func.vmap(lambda weight: torch.func.functional_call(fast, {"weight": weight}, (x,)))(weights)
+        assert torch.equal(got, x * weights[:, None] + 1)
+        assert torch.equal(fast(x), module(x))
+    assert any("torch.func" in reason for reason in fast.stats()["eager_reasons"])
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, lambda x: torch.complex(x, x).conj(), lambda x: torch._efficientzerotensor(x.shape)])
+def test_views_that_still_have_to_be_carried_out_are(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """x.conj() and its like are the bytes of x and a flag."""
+    module = Affine()
+    x = view(torch.rand(4, 3))
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.ones(8, 3, dtype=x.dtype))
+    level_costs(fast)
+    for _ in range(3):
+        assert torch.equal(fast(x), module(x))
+        assert torch.equal(fast(torch.ones(4, 3, dtype=x.dtype)), torch.ones(4, 3, dtype=x.dtype) * 2 + 1)
+    assert sum(fast.stats()["steps"]["full"].values()) == 6
+
+
 def test_another_default_device_changes_nothing(device: torch.device) -> None:
     """``torch.set_default_device`` reaches every tensor that is made without a device."""
     module = Halves().to(device)
@@ -112,6 +144,15 @@ def test_another_default_device_changes_nothing(device: torch.device) -> None:
         for n in (8, 3):
             assert torch.equal(fast(x[:n], y[:n]), x[:n] + y[:n])
     assert sum(fast.stats()["steps"]["full"].values()) == 2
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + 1
 
 
 class Halves(nn.Module):

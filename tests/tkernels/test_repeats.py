@@ -109,6 +109,15 @@ def test_what_looks_otherwise_is_another_call(device: torch.device) -> None:
     assert len(_plans()) == 2 * 6, "x[:8] and x[8:16] look alike; x[1:9] is aligned otherwise"
 
 
+def test_zeros_of_either_sign_are_two_host_values(device: torch.device) -> None:
+    """Equal to Python, and not to a product. The interpreter forgets the sign, so what would be launched is looked at."""
+    scale, x = _repeats.repeating(_scale), torch.ones(8, device=device)
+    for _ in range(4):
+        scale(x, 0.0), scale(x, -0.0)
+    assert sorted(str(plan.constants[0]) for plan in _plans()) == ["-0.0", "0.0"]
+    _repeats._tables.pop()
+
+
 def test_of_two_arguments_at_one_address_none_is_taken_for_the_other(device: torch.device) -> None:
     x, y, z = (torch.randn(2, 16, device=device) for _ in range(3))
     add = torch.ops.tkernels.silu_mul.default
