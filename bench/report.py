@@ -73,7 +73,7 @@ def pivot(run: Run, rows: list[Row]) -> str:
 
 
 def script_table(name: str, folder: Path = RESULTS) -> str:
-    """The rows of a results file that a script wrote: pivoted by ``name``, or by peer where they have ``tflops``, else as they are."""
+    """The rows of a results file that a script wrote: by peer where they have ``tflops`` or many ``us``, by ``name``, else as they are."""
     path = folder / f"{name}.json"
     if not path.exists():
         return f"*Not measured yet: no `bench/results/{name}.json`.*\n"
@@ -90,6 +90,13 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             table = markdown(
                 [*keys, *peers],
                 [[*(str(row[key]) for key in keys), *(_plain(row["tflops"].get(peer)) for peer in peers)] for row in rows],
+            )
+        elif rows and isinstance(rows[0].get("us"), dict):
+            peers = list(dict.fromkeys(peer for row in rows for peer in row["us"]))
+            extra = [key for key in ("floor_us",) if key in rows[0]]
+            table = markdown(
+                ["case", *extra, *peers],
+                [[row["case"], *(_plain(row[key]) for key in extra), *(_plain(row["us"].get(peer)) for peer in peers)] for row in rows],
             )
         elif rows and "name" in rows[0]:
             keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]

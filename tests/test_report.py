@@ -57,6 +57,17 @@ def test_serving_rows_compare_policies_and_simulator(tmp_path: Path, capsys: pyt
     assert "| 2x | static | simulator |" in text and "Microseconds" not in text and "NVIDIA H200" in text
 
 
+def test_rows_of_a_script_with_times_by_peer(tmp_path: Path) -> None:
+    rows = [
+        {"case": "1 x 1024", "us": {"ours": 9.0, "sdpa": 7.9}, "floor_us": 0.94},
+        {"case": "mixed", "us": {"ours": 260.8}, "floor_us": 213.3},
+    ]
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "abc"}
+    (tmp_path / "some.json").write_text(json.dumps({"machine": machine, "command": "python -m some", "rows": rows}))
+    text = report.script_table("some", tmp_path)
+    assert "| case | floor_us | ours | sdpa |" in text and "| mixed | 213.3 | 260.8 | – |" in text and "Microseconds" in text
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
