@@ -6,8 +6,11 @@ import torch
 
 from tkernels import _dependent
 from tkernels._dependent import wait
+from tkernels._target import target_of
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import divide, to_fp8
+
+_PROGRAMS = 128  # of a multiprocessor, most of which wait for their turn
 
 
 @triton.jit
@@ -91,13 +94,12 @@ def _rope_kernel(
     stride_kcp, stride_kcs, stride_kch, stride_vcp, stride_vcs, stride_vch, stride_positions, stride_table, stride_slots,
     num_heads, num_kv_heads, max_positions, num_slots, eps, weight_offset,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr, WRITE_CACHE: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, PER: tl.constexpr, INTERLEAVED: tl.constexpr, WRITE_CACHE: tl.constexpr,
     HAS_Q_WEIGHT: tl.constexpr, HAS_K_WEIGHT: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token and BLOCK_H heads, first the query heads, then the KV heads."""
+    """One program: one token and PER times BLOCK_H heads, first the query heads, then the KV heads."""
     token = tl.program_id(0).to(tl.int64)  # 64-bit: token * stride passes 2**31 on fused QKV views
-    block = tl.program_id(1)
     q_blocks = tl.cdiv(num_heads, BLOCK_H)
     wait(PDL)
     position = tl.load(positions_ptr + token * stride_positions)
@@ -106,44 +108,45 @@ def _rope_kernel(
     table = cos_sin_ptr + position * stride_table + offs_half
     cos = tl.load(table, mask=known & (offs_half < HALF), other=float("nan"))
     sin = tl.load(table + HALF, mask=known & (offs_half < HALF), other=float("nan"))
-    if block < q_blocks:
-        heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        mask = heads < num_heads
-        src = q_ptr + token * stride_qt + heads.to(tl.int64) * stride_qh
-        q_rows = q_out_ptr + (token * num_heads + heads) * HEAD_DIM
-        _rotate_heads(
-            src, q_rows, mask, q_weight_ptr, eps, weight_offset, 1.0, cos, sin,
-            HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_Q_WEIGHT, False,
-        )  # fmt: skip
-    else:
-        heads = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        mask = heads < num_kv_heads
-        wide_heads = heads.to(tl.int64)
-        src = k_ptr + token * stride_kt + wide_heads * stride_kh
-        if WRITE_CACHE:
-            slot = tl.load(slots_ptr + token * stride_slots)
-            written = mask & (slot >= 0) & (slot < num_slots)
-            slot = tl.maximum(slot, 0)
-            page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE  # int64, as slot_mapping is
-            k_rows = k_cache_ptr + page * stride_kcp + offset * stride_kcs + wide_heads * stride_kch
-            v_rows = v_cache_ptr + page * stride_vcp + offset * stride_vcs + wide_heads * stride_vch
-            scale = _load_scale(k_scale_ptr, heads, mask, HAS_K_SCALE, K_SCALE_PER_HEAD)
+    for block in tl.range(tl.program_id(1) * PER, tl.minimum((tl.program_id(1) + 1) * PER, q_blocks + tl.cdiv(num_kv_heads, BLOCK_H))):
+        if block < q_blocks:
+            heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+            mask = heads < num_heads
+            src = q_ptr + token * stride_qt + heads.to(tl.int64) * stride_qh
+            q_rows = q_out_ptr + (token * num_heads + heads) * HEAD_DIM
             _rotate_heads(
-                src, k_rows, written, k_weight_ptr, eps, weight_offset, scale, cos, sin,
-                HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, HAS_K_SCALE,
+                src, q_rows, mask, q_weight_ptr, eps, weight_offset, 1.0, cos, sin,
+                HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_Q_WEIGHT, False,
             )  # fmt: skip
-            offs_d = tl.arange(0, BLOCK_D)[None, :]
-            mask_v = written & (offs_d < HEAD_DIM)
-            v = tl.load(v_ptr + token * stride_vt + wide_heads * stride_vh + offs_d, mask=mask_v, other=0.0).to(tl.float32)
-            if HAS_V_SCALE:
-                v = divide(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD))
-            _store(v_rows + offs_d, v, mask_v)
         else:
-            k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
-            _rotate_heads(
-                src, k_out_rows, mask, k_weight_ptr, eps, weight_offset, 1.0, cos, sin,
-                HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, False,
-            )  # fmt: skip
+            heads = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+            mask = heads < num_kv_heads
+            wide_heads = heads.to(tl.int64)
+            src = k_ptr + token * stride_kt + wide_heads * stride_kh
+            if WRITE_CACHE:
+                slot = tl.load(slots_ptr + token * stride_slots)
+                written = mask & (slot >= 0) & (slot < num_slots)
+                slot = tl.maximum(slot, 0)
+                page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE  # int64, as slot_mapping is
+                k_rows = k_cache_ptr + page * stride_kcp + offset * stride_kcs + wide_heads * stride_kch
+                v_rows = v_cache_ptr + page * stride_vcp + offset * stride_vcs + wide_heads * stride_vch
+                scale = _load_scale(k_scale_ptr, heads, mask, HAS_K_SCALE, K_SCALE_PER_HEAD)
+                _rotate_heads(
+                    src, k_rows, written, k_weight_ptr, eps, weight_offset, scale, cos, sin,
+                    HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, HAS_K_SCALE,
+                )  # fmt: skip
+                offs_d = tl.arange(0, BLOCK_D)[None, :]
+                mask_v = written & (offs_d < HEAD_DIM)
+                v = tl.load(v_ptr + token * stride_vt + wide_heads * stride_vh + offs_d, mask=mask_v, other=0.0).to(tl.float32)
+                if HAS_V_SCALE:
+                    v = divide(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD))
+                _store(v_rows + offs_d, v, mask_v)
+            else:
+                k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
+                _rotate_heads(
+                    src, k_out_rows, mask, k_weight_ptr, eps, weight_offset, 1.0, cos, sin,
+                    HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_K_WEIGHT, False,
+                )  # fmt: skip
 
 
 def launch(
@@ -158,17 +161,19 @@ def launch(
     # A function of the head_dim alone: the order of the norm's sum must not depend on how many tokens are in the batch.
     block_h = max(1, 1024 // block_d)
     blocks = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
+    # many tokens: a program takes all heads of its token and reads its cosines once
+    per = blocks if tokens * blocks > _PROGRAMS * target_of(q.device).num_sms else 1
     write = k_cache is not None
     if tokens and blocks:
         cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3]) if write else (0,) * 6
         _dependent.launch(
-            _rope_kernel, (tokens, blocks), q.device,
+            _rope_kernel, (tokens, cdiv(blocks, per)), q.device,
             q, k, v, q_out, k_out, k_cache, v_cache, positions, cos_sin, slots, q_weight, k_weight, k_scale, v_scale,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), *(v.stride()[:2] if write else (0, 0)), *cache_strides,
             positions.stride(0), cos_sin.stride(0), slots.stride(0) if write else 0,
             num_heads, num_kv_heads, cos_sin.shape[0], k_cache.shape[0] * k_cache.shape[1] if write else 0, eps, weight_offset,
             PAGE_SIZE=max(k_cache.shape[1], 1) if write else 1, HEAD_DIM=head_dim, HALF=half, BLOCK_D=block_d,
-            BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_H=block_h,
+            BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_H=block_h, PER=per,
             INTERLEAVED=interleaved, WRITE_CACHE=write, HAS_Q_WEIGHT=q_weight is not None, HAS_K_WEIGHT=k_weight is not None,
             HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
             K_SCALE_PER_HEAD=int(k_scale is not None and k_scale.numel() > 1),

@@ -14,12 +14,14 @@ import torch
 from tkernels import _checks, _dependent
 from tkernels._dependent import wait
 from tkernels._op import define
-from tkernels._triton import cast, cdiv, tl, triton
+from tkernels._target import target_of
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.quant import BLOCK, FP8, divide, num_groups, quantize_groups, scales_like, store_scales, tile_of, to_fp8
 
 _SILU, _GELU, _GELU_TANH = "silu", "gelu", "gelu_tanh"
 _APPROXIMATE = {"none": _GELU, "tanh": _GELU_TANH}
-_TILE = 2048  # elements of one program: 16 a thread, in 16-byte accesses, at 4 warps
+_MOST, _LEAST = 1024, 512  # elements of a program: 8 a thread, one 16-byte access of bf16, at 2 or 4 warps
+_QUANT_TILE = 2048  # elements of a program that finds scales
 
 
 def _act_ref(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
@@ -67,17 +69,19 @@ def activate(gate, ACT: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_kernel(
     gate_ptr, up_ptr, y_ptr, scale_ptr, gate_inner, stride_go, stride_gi, up_inner, stride_uo, stride_ui,
-    up_offset, num_rows, width, num_scales,
-    ACT: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    up_offset, num_rows, num_scales,
+    WIDTH: tl.constexpr, ACT: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows × BLOCK_N columns; column tiles of one row are neighbours, so that reads run through memory in order.
+    WIDTH belongs to the model: a constant, so that finding the tile takes no division.
     QUANT: "none", "static" or "dynamic" scales of an e4m3 y; a scale's columns are never shared between programs."""
-    tiles_n = tl.cdiv(width, BLOCK_N)
+    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
     rows = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     tile = tl.program_id(0) % tiles_n
     offs = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask_m = rows < num_rows
-    mask = mask_m & (offs < width)
+    mask = mask_m & (offs < WIDTH)
     # 64-bit: rows * stride passes 2**31 on large prompts
     gate_rows = (rows // gate_inner).to(tl.int64) * stride_go + (rows % gate_inner).to(tl.int64) * stride_gi
     up_rows = (rows // up_inner).to(tl.int64) * stride_uo + (rows % up_inner).to(tl.int64) * stride_ui + up_offset
@@ -85,7 +89,7 @@ def _gated_kernel(
     gate = tl.load(gate_ptr + gate_rows + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + up_rows + offs, mask=mask, other=0.0).to(tl.float32)
     y = activate(gate, ACT) * up
-    out = y_ptr + rows.to(tl.int64) * width + offs
+    out = y_ptr + rows.to(tl.int64) * WIDTH + offs
     if QUANT == "none":
         tl.store(out, cast(y, y_ptr.dtype.element_ty), mask=mask)
     elif QUANT == "static":
@@ -94,6 +98,11 @@ def _gated_kernel(
         codes, scales = quantize_groups(y, mask, GROUP)
         tl.store(out, codes, mask=mask)
         store_scales(scale_ptr, rows, scales, tile * (BLOCK_N // GROUP), num_scales, mask_m)
+
+
+def tile_size(elements: int, num_sms: int) -> int:
+    """Elements of a program that needs no neighbours: few where there are few, so that every multiprocessor gets some."""
+    return min(_MOST, max(_LEAST, next_power_of_2(cdiv(elements, 2 * num_sms))))
 
 
 def launch(
@@ -114,14 +123,16 @@ def launch(
     y = torch.empty((*gate.shape[:-1], width), dtype=gate.dtype if scale is None and block is None else FP8, device=gate.device)
     scales = None if block is None else scales_like(y, width, block)
     if y.numel():
-        block_n, group = tile_of(width, BLOCK if block is None else block, _TILE)
-        block_m = max(1, _TILE // block_n) if gate_rows.count > 1 else 1
+        tile = _QUANT_TILE if block is not None else tile_size(y.numel(), target_of(y.device).num_sms)
+        block_n, group = tile_of(width, BLOCK if block is None else block, tile)
+        block_m = max(1, tile // block_n) if gate_rows.count > 1 else 1
+        num_warps = max(1, block_m * block_n // 256) if block is None else min(32, max(4, block_n // 512))
         _dependent.launch(
             _gated_kernel, (cdiv(gate_rows.count, block_m) * cdiv(width, block_n),), gate.device,
             gate, up, y, scale if block is None else scales, gate_rows.inner, gate_rows.stride_outer, gate_rows.stride_inner,
-            up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, width, num_groups(width, block or 0),
-            ACT=act, QUANT="dynamic" if block is not None else "none" if scale is None else "static", GROUP=group,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=min(32, max(4, block_n // 512)),
+            up_rows.inner, up_rows.stride_outer, up_rows.stride_inner, up_offset, gate_rows.count, num_groups(width, block or 0),
+            WIDTH=width, ACT=act, QUANT="dynamic" if block is not None else "none" if scale is None else "static", GROUP=group,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
     return y, scales
 
