@@ -22,7 +22,7 @@ from bench.harness import write_results
 from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import PrefillTiles
-from tkernels.attention.decode import QUERY_LEN, decode
+from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
 from tkernels.attention.prefill import prefill
 from tkernels.attention.prefill_sm90 import prefill_sm90, refusal
 from tkernels.attention.ref import paged_attention_ref
@@ -53,7 +53,7 @@ def ours(batch: Batch, launch: Callable[..., Any], with_decode: bool = False, **
         inputs = checked(batch, i)
         launch(inputs, out, None, QUERY_LEN + 1, **keywords)
         if with_decode:
-            decode(inputs, out, None, QUERY_LEN)
+            decode_of_mixed(inputs, out, None)
         return out
 
     return call

@@ -58,23 +58,29 @@ def product(a, b, acc):
 
 
 @triton.jit
-def token_slots(table_row, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, slot in the page) of the tokens ``start + offs_n``; start is a multiple of BLOCK_N.
+def page_ids(table_row, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 pages of the tokens ``start + offs_n`` (any shape); start is a multiple of BLOCK_N.
 
     ``last`` is the last valid token; later ones take its page, so that no page id beyond it is read (a padded table holds -1 there).
-    page is int64: page · stride passes 2**31 in a cache of a few GB. slot is int32, and where pages divide blocks it does not depend
-    on ``start``, so that offsets inside a page leave the loop: 64-bit arithmetic for every token costs more than the softmax.
     """
     if PAGE % BLOCK_N == 0:  # a block of keys lies in one page: one id is read
-        page = read(table_row + tl.minimum(start, last) // PAGE) + tl.zeros([BLOCK_N], tl.int32)
-        slot = start % PAGE + offs_n
-    elif BLOCK_N % PAGE == 0:
-        page = read(table_row + tl.minimum(start + offs_n, last) // PAGE)
-        slot = offs_n % PAGE
+        page = read(table_row + tl.minimum(start, last) // PAGE) + tl.zeros(offs_n.shape, tl.int32)
     else:
         page = read(table_row + tl.minimum(start + offs_n, last) // PAGE)
+    return page
+
+
+@triton.jit
+def page_slots(start, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 slots of the tokens ``start + offs_n`` in their pages. Where pages divide blocks they do not depend on ``start``, so that
+    offsets inside a page leave the loop: 64-bit arithmetic for every token costs more than the softmax."""
+    if PAGE % BLOCK_N == 0:
+        slot = start % PAGE + offs_n
+    elif BLOCK_N % PAGE == 0:
+        slot = offs_n % PAGE
+    else:
         slot = (start + offs_n) % PAGE
-    return page.to(tl.int64), slot
+    return slot
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tkernels._dependent import wait
 from tkernels._triton import cast, tl, triton
-from tkernels.attention._common import cap_logits, finish, merge_states, product, read, token_slots, widen
+from tkernels.attention._common import cap_logits, finish, merge_states, page_ids, page_slots, product, read, widen
 
 
 @triton.jit
@@ -82,7 +82,8 @@ def decode_kernel(
     stride_bt, stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_ot, stride_oh, stride_lt, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, RANGES: tl.constexpr,
+    MIN_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
+    RANGES: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
     LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
@@ -103,7 +104,7 @@ def decode_kernel(
     query_lens = tl.load(cu_ptr + seqs + 1, mask=live, other=0) - firsts
     lengths = tl.minimum(tl.maximum(tl.load(lens_ptr + seqs, mask=live, other=0), 0), capacity)
     _, shares, leaves = _plan(lengths, query_lens, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
-    shares = tl.where((query_lens > 0) & (query_lens <= QUERIES), shares, 0)
+    shares = tl.where((query_lens >= MIN_QUERIES) & (query_lens <= QUERIES), shares, 0)
     ends = tl.cumsum(shares, 0)
     begins = ends - shares
     total = tl.max(ends, 0)
@@ -127,6 +128,8 @@ def decode_kernel(
 
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    offs_kn = offs_n[:, None]
+    offs_vn = offs_n[None, :]
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < DIM
     token_m = offs_m // GROUP  # query rows of one KV head: token by token, the heads of the group inside
@@ -139,10 +142,14 @@ def decode_kernel(
         sink = tl.load(sinks_ptr + head_m).to(tl.float32)
     else:
         sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    stride_qt, stride_qh = stride_qt * UNIT, stride_qh * UNIT
+    stride_kp, stride_kn, stride_kh = stride_kp * UNIT, stride_kn * UNIT, stride_kh * UNIT
+    stride_vp, stride_vn, stride_vh = stride_vp * UNIT, stride_vn * UNIT, stride_vh * UNIT
+    if SAME_STRIDES:
+        stride_vp, stride_vn = stride_kp, stride_kn
     q_head = q_ptr + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
     k_head = k_ptr + head.to(tl.int64) * stride_kh
     v_head = v_ptr + head.to(tl.int64) * stride_vh
-    v_stride_n = stride_kn if SAME_STRIDES else stride_vn
 
     # the cut sequence that ends in this range: number, first block and blocks in the batch, blocks per leaf
     closed_s = rank * 0
@@ -167,7 +174,13 @@ def decode_kernel(
     share = 0
     leaf = 1
     row_end = 0
+    table = table_ptr
+    last = 0
+    next_k = tl.zeros([BLOCK_N, 1], tl.int32)  # pages of the next block, as the rows of K and as the columns of V
+    next_v = tl.zeros([1, BLOCK_N], tl.int32)
     for x in tl.range(x_begin, x_end, num_stages=STAGES):
+        pages_k = next_k
+        pages_v = next_v
         if x >= row_end:  # the next sequence that has blocks: it holds block x, and this many blocks lie before it
             before = tl.sum(tl.where(ends <= x, counted, 0), 0)
             s = tl.minimum((before >> 32).to(tl.int32), num_seqs - 1)  # the pipeline asks for blocks past the last one
@@ -177,6 +190,10 @@ def decode_kernel(
             length = tl.minimum(tl.maximum(read(lens_ptr + s), 0), capacity)
             first_block, share, leaf = _plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
             row_end = base + share
+            table = table_ptr + s.to(tl.int64) * stride_bt
+            last = tl.maximum(length - 1, 0)
+            pages_k = page_ids(table, first_block * BLOCK_N + (x - base) * BLOCK_N, offs_kn, last, PAGE, BLOCK_N)
+            pages_v = page_ids(table, first_block * BLOCK_N + (x - base) * BLOCK_N, offs_vn, last, PAGE, BLOCK_N)
         rows = (first_row + token_m).to(tl.int64)
         mask_m = token_m < query_len
         start = (first_block + x - base) * BLOCK_N
@@ -184,9 +201,9 @@ def decode_kernel(
         seen = offs_k < length
         if HAS_WINDOW:  # pages before the window may have been freed
             seen = seen & (offs_k > length - query_len - window)
-        page, slot = token_slots(table_ptr + s.to(tl.int64) * stride_bt, start, offs_n, tl.maximum(length - 1, 0), PAGE, BLOCK_N)
-        k_pages = page * stride_kp
-        v_pages = k_pages if SAME_STRIDES else page * stride_vp
+        # a block ahead, so that no copy of keys waits for the pages it reads
+        next_k = page_ids(table, start + BLOCK_N, offs_kn, last, PAGE, BLOCK_N)
+        next_v = page_ids(table, start + BLOCK_N, offs_vn, last, PAGE, BLOCK_N)
         mask_kv = seen[:, None]
         mask_vt = seen[None, :]
         mask_q = mask_m[:, None]
@@ -195,8 +212,11 @@ def decode_kernel(
             mask_vt = mask_vt & mask_d[:, None]
             mask_q = mask_q & mask_d[None, :]
         q = tl.load(q_head + rows[:, None] * stride_qt, mask=mask_q, other=0.0)
-        k = tl.load((k_head + k_pages)[:, None] + (slot[:, None] * stride_kn + offs_d[None, :]), mask=mask_kv, other=0.0).to(COMPUTE)
-        v = tl.load((v_head + v_pages)[None, :] + (slot[None, :] * v_stride_n + offs_d[:, None]), mask=mask_vt, other=0.0)
+        k_rows = k_head + pages_k.to(tl.int64) * stride_kp
+        v_columns = v_head + pages_v.to(tl.int64) * stride_vp
+        k = tl.load(k_rows + (page_slots(start, offs_kn, PAGE, BLOCK_N) * stride_kn + offs_d[None, :]), mask=mask_kv, other=0.0)
+        v = tl.load(v_columns + (page_slots(start, offs_vn, PAGE, BLOCK_N) * stride_vn + offs_d[:, None]), mask=mask_vt, other=0.0)
+        k = k.to(COMPUTE)
         if NORMALISE_Q:
             v = widen(v)
         else:
@@ -294,6 +314,8 @@ def decode_kernel(
 
     # rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op
     row = tail + pid
+    if MIN_QUERIES > 1:  # the launch for the sequences of one query does that
+        row = num_tokens
     while row < num_tokens:
         for h in range(KV_HEADS * GROUP):
             out_row = out_ptr + row.to(tl.int64) * stride_ot + h * stride_oh

@@ -36,20 +36,26 @@ def _table() -> dict[str, Any]:
     return json.loads((Path(__file__).parent.parent / "tables" / "attention.json").read_text())
 
 
-def _entry(kernel: str, arch: str, dim: int, itemsize: int) -> dict[str, Any] | None:
-    """The first entry of the table whose class holds the shape. Entries are ordered: smallest dim first."""
+def _entry(kernel: str, arch: str, dim: int, itemsize: int, rows: int = 1, num_seqs: int = 0) -> dict[str, Any] | None:
+    """The first entry of the table whose class holds the shape. Entries are ordered: smallest dim first, most sequences first."""
     for entry in _table().get(arch, {}).get(kernel, []):
-        if dim <= entry["dim"] and itemsize == entry["itemsize"]:
+        if (
+            dim <= entry["dim"]
+            and itemsize == entry["itemsize"]
+            and rows <= entry.get("max_rows", rows)
+            and num_seqs >= entry.get("min_seqs", 0)
+        ):
             return entry["tiles"]
     return None
 
 
 @functools.cache
-def decode_tiles(arch: str, dim: int, itemsize: int, rows: int) -> DecodeTiles:
-    """arch: as in tkernels._target. dim: head dimension. itemsize: bytes of a cache element. rows: query tokens times heads of a group."""
+def decode_tiles(arch: str, dim: int, itemsize: int, rows: int, num_seqs: int) -> DecodeTiles:
+    """arch: as in tkernels._target. dim: head dimension. itemsize: bytes of a cache element. rows: query tokens times heads of a group.
+    num_seqs: rows of the block table, padding included."""
     if arch == "cpu":
         return DecodeTiles(block_n=16, programs_per_sm=1, num_warps=4, num_stages=1)
-    entry = _entry("decode" if rows <= 16 else "decode_multi", arch, dim, itemsize)
+    entry = _entry("decode" if rows <= 16 else "decode_multi", arch, dim, itemsize, rows, num_seqs)
     if entry is not None:
         return DecodeTiles(**entry)
     # K and V of a block, once or twice in shared memory; blocks of 64 keys where they fit

@@ -1,7 +1,7 @@
 """Decode: attention of the last 1 to 8 tokens of each sequence over its paged KV cache.
 
-One launch whatever the batch holds, so one captured graph serves every length and every number of live rows. The work of the whole
-batch is shared out in equal ranges of key blocks, found on the device (_decode_kernel.py).
+One launch whatever the batch holds (two beside prompts: ``decode_of_mixed``), so one captured graph serves every length and every number
+of live rows. The work of the whole batch is shared out in equal ranges of key blocks, found on the device (_decode_kernel.py).
 
 **The arithmetic of a sequence is a tree fixed by its own length (and window and query length) alone**: blocks of BLOCK_N keys are
 folded left to right into leaves (1, 2, 4, … blocks, so that there are at most _LEAVES), 8 leaves into a branch, at most 8 branches
@@ -37,8 +37,11 @@ _LEAVES_MULTI = 32  # of one with more: its states are larger
 _BRANCH = 8  # leaves per branch; _LEAVES / _BRANCH branches per row
 
 
-def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None) -> None:
-    """Write the rows of every sequence with 1 to ``queries`` query tokens, and zeros into the rows of no sequence.
+def decode(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None, min_queries: int = 1
+) -> None:
+    """Write the rows of every sequence with ``min_queries`` to ``queries`` query tokens; with min_queries 1 also zeros into the rows of
+    no sequence.
 
     queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
     """
@@ -51,16 +54,19 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
     target = target_of(out.device)
     kv_heads, group = x.kv_heads, x.heads // x.kv_heads
     if tiles is None:
-        tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group)
+        tiles = decode_tiles(target.arch, x.dim, x.k_cache.element_size(), queries * group, x.num_seqs)
     rows = queries * group
-    # fp8 values are converted in registers. triton 3.6 multiplies them wrongly where it then takes wgmma, which it does from 16 columns on.
-    block_m = 8 if x.normalise_q else min(32, max(8, next_power_of_2(rows)))
+    unit, copied = _units(x)
+    # From 16 columns on triton takes wgmma, and 3.6 gets it wrong where keys come through registers: converted ones, and those that it
+    # cannot copy asynchronously because it does not know that they lie on 16 bytes.
+    block_m = min(32, max(8, next_power_of_2(rows))) if copied and not x.normalise_q else 8
     row_tiles = cdiv(rows, block_m)
     block_d = max(16, next_power_of_2(x.dim))
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (kv_heads * row_tiles))
     by_range = x.num_seqs > ranges
     owners = min(x.num_seqs, ranges)
-    slots = owners * kv_heads * _LEAVES * rows
+    leaves = _LEAVES if min_queries == 1 else _LEAVES_MULTI
+    slots = owners * kv_heads * leaves * rows
     parts = torch.empty((slots, block_d), dtype=torch.float32, device=out.device)
     states = torch.empty((slots, 4), dtype=torch.float32, device=out.device)
     arrivals = counters(owners * kv_heads * row_tiles, out.device)
@@ -71,12 +77,34 @@ def decode(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries:
         parts, states, arrivals,
         x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride,
-        x.stride_table, x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        x.stride_table, *(s // unit for t in (x.q, x.k_cache, x.v_cache) for s in t.stride()[:-1]),
         out.stride(0), out.stride(1), stride_lt, stride_lh,
         KV_HEADS=kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, PAGE=x.page_size,
-        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=next_power_of_2(x.num_seqs), RANGES=ranges,
+        MIN_QUERIES=min_queries, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=next_power_of_2(x.num_seqs),
+        RANGES=ranges, UNIT=unit,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
-        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES=_LEAVES, LEAVES_MULTI=_LEAVES_MULTI, BRANCH=_BRANCH, BY_RANGE=by_range,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES=leaves, LEAVES_MULTI=_LEAVES_MULTI, BRANCH=_BRANCH, BY_RANGE=by_range,
         SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
     )  # fmt: skip
+
+
+def _units(x: Inputs) -> tuple[int, bool]:
+    """(what all strides of q and of the caches are multiples of: 8 or 1, whether all three can be copied by 16 bytes).
+
+    Triton itself knows multiples of 16 only, which the heads of dimension 72 or 136 are not.
+    """
+    tensors = (x.q, x.k_cache, x.v_cache)
+    strides = [s for t in tensors for s in t.stride()[:-1]]
+    unit = 8 if all(s % 8 == 0 and s < 2**31 for s in strides) else 1  # an int32 eighth must not overflow when it is multiplied
+    return unit, (unit == 8 or all(s % 16 == 0 for s in strides)) and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def decode_of_mixed(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """What ``decode(inputs, out, lse, QUERY_LEN)`` writes, for a batch that holds longer queries too: the same bits in two launches.
+
+    Such a batch has many sequences of one query token, which cost a third more among the columns that eight would take, and few of 2 to 8
+    (the ends of prompts), mostly none: then their launch ends at once.
+    """
+    decode(inputs, out, lse, QUERY_LEN, min_queries=2)
+    decode(inputs, out, lse, 1)

@@ -13,7 +13,7 @@ from tkernels._op import define
 from tkernels._target import target_of
 from tkernels.attention import prefill_sm90
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention.decode import QUERY_LEN, decode
+from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
 from tkernels.attention.prefill import prefill
 from tkernels.attention.ref import Scale, paged_attention_ref
 
@@ -44,7 +44,9 @@ def _attend(
             prefill_sm90.prefill_sm90(inputs, out, lse, QUERY_LEN + 1)
         else:
             prefill(inputs, out, lse, QUERY_LEN + 1)
-    decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
+        decode_of_mixed(inputs, out, lse)
+    else:
+        decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
 
 
 def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> None:

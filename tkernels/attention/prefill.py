@@ -14,7 +14,7 @@ import torch
 
 from tkernels._target import target_of
 from tkernels._triton import cast, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, product, token_slots
+from tkernels.attention._common import LOG2_E, cap_logits, finish, page_ids, page_slots, product
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
@@ -34,7 +34,8 @@ def _block(
 ):  # fmt: skip
     """One block of keys. ``low`` and ``high``: keys outside of them are not even loaded."""
     offs_k = start + offs_n
-    page, slot = token_slots(table_row, start, offs_n, tl.maximum(high - 1, 0), PAGE, BLOCK_N)
+    page = page_ids(table_row, start, offs_n, tl.maximum(high - 1, 0), PAGE, BLOCK_N).to(tl.int64)
+    slot = page_slots(start, offs_n, PAGE, BLOCK_N)
     k_pages = page * stride_kp
     v_pages = k_pages if SAME_STRIDES else page * stride_vp
     v_stride_n = stride_kn if SAME_STRIDES else stride_vn

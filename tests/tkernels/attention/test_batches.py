@@ -192,7 +192,7 @@ def test_b035_the_launch_is_a_function_of_the_shapes(device, monkeypatch):
     for owner, name in ((module, "decode_kernel"), (prefill_module, "_prefill_kernel")):
         monkeypatch.setattr(owner, name, Recorder(name))
     case = make_case([40, 40], [1, 1], heads=2, kv_heads=1, dim=16, device=device)
-    for max_query_len, kernels in ((1, 1), (2, 1), (8, 1), (9, 2), (500, 2)):
+    for max_query_len, kernels in ((1, 1), (2, 1), (8, 1), (9, 3), (500, 3)):
         seen = set()
         for lens in ([1, 1], [0, 0], [16, 17], [40, 1], [2**30, 0]):
             case.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -218,7 +218,7 @@ def test_blocks_of_keys_are_the_same_in_every_bucket(arch: str) -> None:
     a sequence must not change its bits when a neighbour has more query tokens, or when there are more sequences."""
     for dim in range(1, 257):
         for itemsize in (1, 2, 4):
-            tiles = [decode_tiles(arch, dim, itemsize, rows) for rows in (1, 16, 17, 128)]
+            tiles = [decode_tiles(arch, dim, itemsize, rows, seqs) for rows in (1, 8, 16, 17, 128) for seqs in (1, 47, 48, 8192)]
             assert len({(t.block_n, t.num_warps) for t in tiles}) == 1, (dim, itemsize)
 
 
@@ -227,5 +227,5 @@ def test_every_entry_of_the_tables_is_reached() -> None:
     for arch, kernels in _table().items():
         for kernel, entries in kernels.items():
             for entry in entries:
-                shape = entry["dim"], entry["itemsize"]
+                shape = entry["dim"], entry["itemsize"], entry.get("max_rows", 1), entry.get("min_seqs", 0)
                 assert _entry(kernel, arch, *shape) == entry["tiles"], (arch, kernel, *shape)

@@ -59,8 +59,9 @@ def bits_alone_and_in_a_batch(query_lens, **shape) -> tuple[Case, torch.Tensor]:
 @pytest.mark.parametrize("dim", [64, 96, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_bits_of_every_table_entry(dim, dtype):
-    """Alone a row takes the entry for one token and 8 columns of tensor cores, here the one for several and up to 32."""
+    """Alone a row takes the entry for one token, few sequences and 8 columns of tensor cores; here those for several, many and up to 32."""
     bits_alone_and_in_a_batch([1, 4, 8, 2, 1] * 8, dim=dim, dtype=dtype)
+    bits_alone_and_in_a_batch([1] * 50, dim=dim, dtype=dtype)
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 24, [1, 4, 8, 2] * 6, [1, 3, 200, 1, 9, 64] * 4], ids=["decode", "several", "mixed"])
@@ -71,7 +72,7 @@ def test_bits_alone_and_in_a_batch(query_lens):
         assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [36, 40, 64, 72, 80, 96, 128, 136, 192, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
 def test_shapes_in_bf16(dim, group):
     case = make_case(
