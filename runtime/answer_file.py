@@ -11,6 +11,7 @@ and half a line at its end is cut off. A line draws by its own number where it g
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import json
 import os
@@ -29,6 +30,9 @@ from runtime.request import RequestError, SamplingParams
 
 Progress = Callable[[int, int, int], None]
 """Called with (prompts answered, all prompts, tokens so far)."""
+
+
+_KEYS = {"prompt", "id", "params"}
 
 
 class Line(NamedTuple):
@@ -59,9 +63,15 @@ def read_prompts(source: str) -> list[Line]:
         where = f"--input {source}: line {number}"
         try:
             given = json.loads(raw)
-            line = Line(number, given.get("id", number), given["prompt"], given.get("params", {}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f'{where}: expected a JSON object with "prompt"') from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: not JSON: {error}") from error
+        if not isinstance(given, dict) or "prompt" not in given:
+            got = f"the keys {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
+            raise ConfigError(f'{where}: expected a JSON object with "prompt", got {got}')
+        for key in given.keys() - _KEYS:  # a file may say more of its prompts, but a slip of the pen shall not go unnoticed
+            if near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.7):
+                raise ConfigError(f"{where}: {key}: unknown key; did you mean {near[0]}?")
+        line = Line(number, given.get("id", number), given["prompt"], given.get("params", {}))
         if isinstance(line.id, bool) or not isinstance(line.id, (str, int)):
             raise ConfigError(f"{where}: id: expected a text or an integer, got {line.id!r}")
         if not isinstance(line.params, dict):
@@ -85,9 +95,11 @@ def params_of(lines: Iterable[Line], defaults: SamplingParams, *, seeded: bool =
         except ValidationError as error:
             item = error.errors()[0]
             name = ".".join(map(str, item["loc"]))
-            raise ConfigError(
-                f"--input: line {line.number}: params: {name}: {item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}"
-            ) from None
+            said = f"{item['msg'][0].lower() + item['msg'][1:]}, got {item['input']!r}"
+            if item["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(name, SamplingParams.model_fields, n=1, cutoff=0.5)
+                said = "unknown parameter; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(SamplingParams.model_fields)}")
+            raise ConfigError(f"--input: line {line.number}: params: {name}: {said}") from None
     return all_params
 
 

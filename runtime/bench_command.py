@@ -21,7 +21,7 @@ from runtime.outcome import describe
 from runtime.scheduler import make_scheduler, table_rule
 from runtime.serve_trace import HostClock, cut, serve
 from runtime.simulate import Arrival, simulate
-from runtime.simulate_command import add_trace_arguments, arrivals_of, measured_costs
+from runtime.simulate_command import add_trace_arguments, arrivals_of, check_outputs, measured_costs
 from runtime.step_costs import Progress, measure_steps
 
 Run = Callable[[Engine, Console, Progress], None]
@@ -49,6 +49,7 @@ def prepare(arguments: argparse.Namespace, config: RuntimeConfig) -> Run:
             raise ConfigError(f"--{name.replace('_', '-')}: expected a number above 0, got {value}")
     if arguments.costs and arguments.save_costs:
         raise ConfigError("--save-costs: nothing is timed when --costs is given; leave one of them out")
+    check_outputs(arguments, "save_costs", "json")
     arrivals = arrivals_of(arguments)
     parts = {rate: cut(arrivals, seconds=arguments.seconds, rate=rate, scale=arguments.scale) for rate in arguments.rate}
     given = measured_costs(config, arguments.costs) if arguments.costs else None

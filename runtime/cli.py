@@ -139,6 +139,9 @@ def _add_config(parser: _Parser) -> None:
 
 def _unknown(argument: str, parser: _Parser, command: str | None) -> str:
     name = argument.split("=")[0]
+    if not name.startswith("-"):
+        hint = "; a configuration is given with --config FILE" if name.endswith(".toml") else ""
+        return f"{argument}: {command} takes no such argument{hint}"
     chosen: argparse.ArgumentParser = parser
     if command:
         chosen = next(action.choices[command] for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -175,6 +178,7 @@ def _bar(errors: Console) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
+    simulate_command.check_outputs(arguments, "json")
     engine = _engine(config, out, errors)
     out.print(engine.plan)
     if arguments.json:

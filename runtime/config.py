@@ -230,6 +230,8 @@ def _explain(item: Any, source: Mapping[str, Any]) -> str:
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         return _unknown(key, path, _section_at(path[:-1]))
+    if item["type"] == "model_type":
+        return f"{key}: expected a section, [{key}] with keys below it, got {item['input']!r}"
     if item["type"] == "value_error":
         message = item["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message

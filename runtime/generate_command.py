@@ -89,6 +89,10 @@ def run(arguments: argparse.Namespace, config: RuntimeConfig, make_engine: Calla
 
 
 def _check_text(config: RuntimeConfig, prompts: Sequence[Any]) -> None:
+    if config.model.path.startswith("random:") and any(isinstance(p, str) for p in prompts):
+        raise ConfigError(
+            f"the prompts are text, and {config.model.path} has no tokenizer; give token ids in a .jsonl file with --input, or a model"
+        )
     folder = Path(config.model.path).expanduser()
     if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and any(isinstance(p, str) for p in prompts):
         raise ConfigError(f"the prompts are text, and {folder} has no tokenizer.json; give token ids in a .jsonl file with --input")

@@ -53,10 +53,15 @@ def load(path: str | Path, config: ModelConfig, report: Callable[[str], None], p
 
 def _locate(path: str | Path, report: Callable[[str], None]) -> Path:
     if not str(path):
-        raise ConfigError(f'model.path: expected a Hugging Face folder, a .gguf file, "{_PACKAGE}NAME" or "{_RANDOM}SHAPE", got nothing')
+        raise ConfigError(
+            f'model.path: expected a Hugging Face folder, a .gguf file, "{_PACKAGE}NAME" or "{_RANDOM}SHAPE", got nothing; '
+            "give --model.path or --config FILE"
+        )
     if str(path).startswith(_PACKAGE):
         path = find_packaged_gguf(str(path).removeprefix(_PACKAGE))
     path = Path(path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"model.path: {path}: no such file or folder; expected a Hugging Face folder or a .gguf file")
     if path.suffix == ".gguf":
         report(f"looking for the converted {path.name}, else converting it once; this takes about half a minute")
     return prepare(path)

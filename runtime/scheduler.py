@@ -125,7 +125,9 @@ class Scheduler:
         if length == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
         if length > self.model_context:
-            raise RequestError(f"the prompt has {length} tokens, the context holds {self.model_context}")
+            raise RequestError(
+                f"the prompt has {length} tokens, the context holds {self.model_context} (scheduler.max_context, or what the model takes)"
+            )
         if length > self.max_context:
             raise RequestError(
                 f"the prompt has {length} tokens and needs {pages.pages_needed(length, 0)} pages of {pages.page_size}; the cache has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> None:
     """Simulate and print."""
+    check_outputs(arguments, "json", "picture")
     arrivals = arrivals_of(arguments)
     table, num_pages = costs_of(config, arguments.costs, arguments.gpu, arguments.shape)
     longest = max(arrival.prompt + min(arrival.generated, arguments.max_answer) for arrival in arrivals)
@@ -62,6 +64,21 @@ def run(arguments: argparse.Namespace, config: RuntimeConfig, out: Console) -> N
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     if arguments.picture:
         draw(outcome, title, arguments.picture)
+
+
+def check_outputs(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError for an option whose file could not be written, before the work whose result it shall hold."""
+    for name in names:
+        value = getattr(arguments, name)
+        if not value:
+            continue
+        path, option = Path(value), f"--{name.replace('_', '-')} {value}"
+        if path.is_dir():
+            raise ConfigError(f"{option}: expected a file to write, got a folder")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option}: cannot be written: there is no folder {path.parent}; make it first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{option}: cannot be written: permission denied")
 
 
 def arrivals_of(arguments: argparse.Namespace) -> list[Arrival]:

@@ -132,8 +132,9 @@ def test_an_output_of_other_prompts_is_left_alone(tmp_path: Path, source: str) -
         ({"prompt": "a", "id": "p"}, "line 2: id 'p' is that of line 1 too"),
         ({"prompt": "a", "params": 3}, "line 2: params: expected an object"),
         ({"text": "a"}, 'line 2: expected a JSON object with "prompt"'),
-        (["a"], 'line 2: expected a JSON object with "prompt"'),
-        ({"prompt": "a", "params": {"top_q": 1}}, "line 2: params: top_q: extra inputs are not permitted, got 1"),
+        (["a"], 'line 2: expected a JSON object with "prompt", got list'),
+        ({"prompt": "a", "params": {"top_q": 1}}, "line 2: params: top_q: unknown parameter; did you mean top_p"),
+        ({"prompt": "a", "parms": {"top_p": 1}}, "line 2: parms: unknown key; did you mean params"),
         ({"prompt": "a", "params": {"top_p": 7}}, "line 2: params: top_p: input should be less than or equal to 1, got 7"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.runtime.test_text import TEMPLATE, byte_tokenizer
 from tests.runtime.tiny import CONFIG, tiny_model
 
 ROOT = Path(__file__).parents[2]
+TRACE = str(ROOT / "bench/traces/azure_llm_2023_conv.csv")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,15 @@ def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixtu
         (["simulate", "--trace", "nowhere.csv"], "--trace nowhere.csv: cannot be read"),
         (["plan", "--graph.max_tokens", "9" * 5000], "graph.max_tokens: "),
         (["--confg"], "--confg: unknown option"),
+        (["plan", "configs/demo.toml"], "configs/demo.toml: plan takes no such argument; a configuration is given with --config FILE"),
+        (["generate", "--model.path", "random:tiny", "text"], "the prompts are text, and random:tiny has no tokenizer"),
+        (["generate", "--model.path", "/no/model", "x"], "model.path: /no/model: no such file or folder"),
+        (
+            ["plan", "--model.path", "random:tiny", "--json", "/no/costs.json"],
+            "--json /no/costs.json: cannot be written: there is no folder",
+        ),
+        (["simulate", "--trace", TRACE, "--picture", "/"], "--picture /: expected a file to write, got a folder"),
+        (["bench", "--model.path", "random:tiny", "--trace", TRACE, "--save-costs", "/no/c"], "--save-costs /no/c: cannot be written"),
         (["generate", "--model.device", "tpu", "--model.path", ".", "x"], "model.device: expected"),
     ],
 )
@@ -194,11 +205,14 @@ def test_a_key_that_does_not_exist_in_the_file(config: Path, tmp_path: Path, cap
     file.write_text("[graph]\nmodes = 'full'\n")
     code, _, err = run(capsys, "plan", "--config", str(file))
     assert code == 2 and "graph.modes: unknown key; did you mean graph.mode?" in err
+    file.write_text("graph = 3\n")
+    code, _, err = run(capsys, "plan", "--config", str(file))
+    assert code == 2 and "graph: expected a section, [graph] with keys below it, got 3" in err
 
 
 def test_run_time_errors_exit_with_1(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "generate", "--config", str(config), "--model.path", str(tmp_path / "nowhere"), "x")
-    assert code == 1 and "nowhere" in err
+    code, _, err = run(capsys, "generate", "--config", str(config), "--model.path", str(tmp_path), "x")
+    assert code == 1 and f"{tmp_path / 'config.json'}" in err
     code, out, err = run(capsys, "generate", "--config", str(config), "--max-tokens", "2", "--quiet", "fine", "y" * 400)
     assert code == 1 and "prompt 1: the prompt has 400 tokens and needs 50 pages of 8; the cache has 39" in err
     assert out.strip(), "the other prompt is answered"
@@ -221,3 +235,13 @@ def test_help_names_commands_keys_and_examples(capsys: pytest.CaptureFixture[str
 def test_python_m_runtime_is_the_same_program() -> None:
     done = subprocess.run([sys.executable, "-m", "runtime", "generate"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "error: no prompts" in done.stderr
+
+
+def test_threads_of_the_command_wait_asleep_unless_it_is_said_otherwise() -> None:
+    """Beside other programs threads that spin make a step many times slower. A program that imports the package is left as it is."""
+    code = "import os, sys; sys.argv = [{!r}]; import runtime; print(os.environ.get('OMP_WAIT_POLICY'))"
+    for argv, given, expected in (("-m", {}, "PASSIVE"), ("-m", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ("mine.py", {}, "None")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        command = [sys.executable, "-c", code.format(argv)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
