@@ -72,6 +72,14 @@ def pivot(run: Run, rows: list[Row]) -> str:
     return markdown(["", *peers], body) + f"\n{unit}. {_caption(run)}{note}\n"
 
 
+def _by_peer(rows: list[dict[str, Any]], title: str) -> str:
+    """Times of a script's rows, peers across."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["us"]))
+    extra = [key for key in ("floor_us",) if key in rows[0]]
+    body = [[row["case"], *(_plain(row[key]) for key in extra), *(_plain(row["us"].get(peer)) for peer in peers)] for row in rows]
+    return markdown([title, *extra, *peers], body)
+
+
 def script_table(name: str, folder: Path = RESULTS) -> str:
     """The rows of a results file that a script wrote: by peer where they have ``tflops`` or many ``us``, by ``name``, else as they are."""
     path = folder / f"{name}.json"
@@ -84,6 +92,7 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
     for title, rows in groups.items():
         if rows and "tflops" in rows[0]:
             unit = "TFLOP/s"
+            timed = [row for row in rows if "tflops" not in row]
             rows = [row for row in rows if "tflops" in row]
             peers = list(dict.fromkeys(peer for row in rows for peer in row["tflops"]))
             keys = [key for key in ("case", "page_size") if key in rows[0]]
@@ -91,13 +100,10 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
                 [*keys, *peers],
                 [[*(str(row[key]) for key in keys), *(_plain(row["tflops"].get(peer)) for peer in peers)] for row in rows],
             )
+            if timed:
+                table += "\n" + _by_peer(timed, "case, µs")
         elif rows and isinstance(rows[0].get("us"), dict):
-            peers = list(dict.fromkeys(peer for row in rows for peer in row["us"]))
-            extra = [key for key in ("floor_us",) if key in rows[0]]
-            table = markdown(
-                ["case", *extra, *peers],
-                [[row["case"], *(_plain(row[key]) for key in extra), *(_plain(row["us"].get(peer)) for peer in peers)] for row in rows],
-            )
+            table = _by_peer(rows, "case")
         elif rows and "name" in rows[0]:
             keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
             names = list(dict.fromkeys(row["name"] for row in rows))
