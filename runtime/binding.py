@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -92,7 +93,7 @@ class Binding:
             if isinstance(value, torch.Tensor):
                 key.append(value.shape)
                 key.append(value.dtype)
-            elif value.__class__ in _PLAIN:
+            elif value.__class__ in PLAIN:
                 key.append(value.__class__)  # True, 1 and 1.0 are equal to Python and not to a graph
                 key.append(repr(value) if value.__class__ is float else value)  # and so are 0.0 and -0.0
             else:
@@ -188,7 +189,7 @@ class Binding:
 
 
 _MISSING = object()
-_PLAIN = frozenset((int, bool, float, str, type(None)))
+PLAIN = frozenset((int, bool, float, str, type(None)))  # types whose values cannot change and have texts that tell them apart
 
 
 class _ById:
@@ -207,12 +208,31 @@ class _ById:
         return f"<{type(self.value).__name__} at {id(self.value):#x}>"
 
 
+class _ByContent(_ById):
+    """An array of numpy, as it was: the caller may write into it and pass it again."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        super().__init__(value.copy())
+        self._content = value.dtype, value.shape, value.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByContent) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 def _kind(value: Any) -> Any:
     """What tells apart values that Python takes as equal: True, 1 and 1.0; 0.0 and -0.0."""
     return (value.__class__, repr(value)) if isinstance(value, (float, complex)) else value.__class__
 
 
 def _hashable(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _ByContent(value)
     try:
         hash(value)
     except TypeError:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from runtime import sizes as sizing
 from runtime import start
-from runtime.binding import Binding, Call, Dynamic, key_text
+from runtime.binding import PLAIN, Binding, Call, Dynamic, key_text
 from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
@@ -360,20 +360,23 @@ class GraphedModule(torch.nn.Module):
         if steps is None or dispatcher is None:
             self._check_sizes(sizes)
             return None
-        known_by = (*sizes.items(), dispatcher.bucket(context), *[(n, v.__class__, repr(v)) for n, v in host.items()])
-        ready: Ready | None = dispatcher.memo.get(known_by)
+        plain = all(v.__class__ in PLAIN for v in host.values())  # the texts of others need not tell them apart
+        known_by = (*sizes.items(), dispatcher.bucket(context), *[(n, v.__class__, repr(v)) for n, v in host.items() if plain])
+        ready: Ready | None = dispatcher.memo.get(known_by) if plain else None
         if ready is None or not ready.is_current():
             ready = self._ready_to_stage(steps, dispatcher, sizes, context, host)
             if ready is None:
                 return None
             if len(dispatcher.memo) > _MAX_READY:
                 dispatcher.memo.clear()
-            dispatcher.memo[known_by] = ready
+            if plain:
+                dispatcher.memo[known_by] = ready
         if torch.is_autocast_enabled(ready.device_type):
             return None
         arena = ready.arena
-        arrays = arena.hand_out(ready.layout).heads
-        return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out))
+        with self._lock:  # not between another thread's writing and sending, which would bring this step's buffer to the device
+            arrays = arena.hand_out(ready.layout).heads
+            return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out))
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if sizes.keys() != self._size_names or min(sizes.values()) < 0:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from graph_toys import Layers, level_costs, make, step
@@ -129,6 +131,49 @@ def test_host_values_that_are_another_to_a_graph_are_told_apart(device: torch.de
     level_costs(fast)
     for by in (one, other, one, one, other, other):
         assert torch.equal(fast(x, by), x + float(f"{len(str(by))}{by:+.0f}".replace("+", "1").replace("-", "2"))), by
+
+
+class Shift(nn.Module):
+    def forward(self, x: torch.Tensor, by: Any = None) -> torch.Tensor:
+        return x + (0.0 if by is None else float(by[-2]))
+
+
+def test_an_array_that_the_caller_writes_into_is_another(device: torch.device) -> None:
+    """Its text leaves out most of it, and it is the same object."""
+    fast = make(Shift(), {"x": 0}, mode="full", on_capture_error="raise")
+    by, x = np.zeros(5000), torch.rand(4, device=device)
+    fast.warmup(x, by)
+    level_costs(fast)
+    for value in (0.0, 7.0, 0.0):
+        by[-2] = value
+        assert torch.equal(fast(x, by), x + value)
+        staged = fast.stage({"tokens": 4}, by=by)
+        assert (staged is None) == (value == 7.0), "not captured for it"
+    assert sum(fast.stats()["steps"]["full"].values()) == 2
+
+
+def test_a_step_is_not_staged_while_another_thread_fills_the_buffer() -> None:
+    fast = make(Shift(), {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(4))
+    level_costs(fast)
+    x, other = torch.rand(4), np.float32([5, 6, 7, 8])
+    fast(x), fast(x)
+    arena = fast._dispatcher.memo["newest"].ready.arena  # type: ignore[union-attr]
+    send, staged = arena.send, []
+    thread = threading.Thread(target=lambda: staged.append(fast.stage({"tokens": 4})))
+
+    def meanwhile(layout: Any) -> Any:
+        arena.send = send
+        thread.start()
+        thread.join(0.05)
+        return send(layout)
+
+    arena.send = meanwhile
+    assert torch.equal(fast(x), x)
+    thread.join()
+    (step,) = staged
+    step.arrays["x"][...] = other
+    assert torch.equal(step(), torch.from_numpy(other))
 
 
 def test_a_known_call_does_not_outlive_its_graph(device: torch.device) -> None:
