@@ -82,7 +82,8 @@ def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
         plan = plans.get(look)
         if isinstance(plan, _Plan) and not _hooked():
             return _repeat(plan, tensors if INTERPRETED else addresses)
-        if plan is True and _launch.may_note():
+        # Of two arguments at one address it cannot be said which one a kernel is given: the next call may be another.
+        if plan is True and len(set(addresses)) == len(addresses) and _launch.may_note():
             result, plans[look] = _take_down(call, args, kwargs, tensors)
             return result
         result = call(*args, **kwargs)
@@ -135,7 +136,7 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
 def _take_down(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
 ) -> tuple[Any, _Plan | bool]:
-    """What the call returns, and its plan; True to try again, False when it is not to be repeated."""
+    """What the call returns, and its plan; False when it is not to be repeated."""
     global _lent
     recording, notes = _launch.Recording(_empty), list[_launch.Note]()
     with _launch.noting(notes, binds=False):
@@ -148,8 +149,6 @@ def _take_down(
             _lent = None
     if recording.others or not notes:
         return result, False
-    if len({x.data_ptr() for x in tensors}) < len(tensors):
-        return result, True  # of two arguments at one address it cannot be said which one a kernel was given
     made = {x.data_ptr(): x for x in recording.made}
     returned = () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
     outputs = [made.pop(x.data_ptr(), None) for x in returned]
