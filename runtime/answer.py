@@ -30,7 +30,7 @@ class Completion:
         return cls("", [], "error", [], str(error), index=index)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """What one step brought for one answer (``sample``) to one prompt (``index``, as given to ``stream``). The last event of an answer
     has a finish reason. logprobs: one for each token, if they were asked for."""
@@ -46,35 +46,43 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """A submitted request: what has arrived, and the events that the caller has not taken yet."""
+    """A submitted request: what has arrived, and the events that the caller has not taken yet.
+
+    whole: it has one event, at its end, so that the steps before need not look at it (``is_silent``) unless text or log-probabilities
+    are to be noted as they come.
+    """
 
     request: Request
     stream: TextStream | None
     index: int = 0
     events: deque[Event] = field(default_factory=deque)
+    whole: bool = False
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     finished: bool = False
+    is_silent: bool = field(init=False)
 
-    def push(self, token: int) -> str:
-        """The text that this token makes certain; ``stopped`` tells whether a stop string came with it."""
-        return "" if self.stream is None else self.stream.push(token)
-
-    @property
-    def stopped(self) -> bool:
-        return self.stream is not None and self.stream.stopped
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.is_silent = self.whole and not params.stop and params.logprobs is None
 
     def report(self, text: str, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         """Add an event: the last one, with all text that was held back, when the request has ended."""
-        reason = self.request.finish_reason
-        if reason is not None and self.stream is not None:
-            text += self.stream.finish()
+        request = self.request
+        reason = request.finish_reason
+        if reason is not None:
+            self.finished = True
+            if self.stream is not None:
+                text += self.stream.finish(request.generated if self.is_silent else ())
         self.text += text
-        self.finished = reason is not None
         if logprobs is not None:
             self.logprobs += logprobs
-        self.events.append(Event(self.index, text, tokens, reason, self.error, logprobs, self.request.sample))
+        if not self.whole:
+            self.events.append(Event(self.index, text, tokens, reason, self.error, logprobs, request.sample))
+        elif reason is not None:
+            logprobs = None if request.params.logprobs is None else self.logprobs
+            self.events.append(Event(self.index, self.text, request.generated, reason, self.error, logprobs, request.sample))
 
     def completion(self) -> Completion:
         request = self.request

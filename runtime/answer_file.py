@@ -191,7 +191,7 @@ def answer_lines(
                     exhausted = True
                     break
                 try:
-                    waiting[index] = engine.submit_samples(line.prompt, params[index], chat=chat, index=index, events=events)
+                    waiting[index] = engine.submit_samples(line.prompt, params[index], chat=chat, index=index, events=events, whole=True)
                     held += params[index].n
                 except RequestError as error:
                     file.add({"id": line.id, "error": str(error)})

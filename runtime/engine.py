@@ -124,7 +124,7 @@ class Engine:
         on_error: a prompt that cannot be served (empty, too long, unknown token) raises RequestError before anything runs, or with
         "return" comes back as a Completion with finish_reason "error" and its message, while the others are served.
         """
-        answers = self._submit_all(prompts, params, chat, on_error)
+        answers = self._submit_all(prompts, params, chat, on_error, whole=True)
         try:
             for answer in answers:
                 while isinstance(answer, Answer) and not answer.finished:
@@ -161,7 +161,13 @@ class Engine:
             self._drop(answers)
 
     def _submit_all(
-        self, prompts: Prompt | Iterable[Prompt], params: Params, chat: bool, on_error: str, events: deque[Event] | None = None
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params,
+        chat: bool,
+        on_error: str,
+        events: deque[Event] | None = None,
+        whole: bool = False,
     ) -> list[Answer | Completion]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
@@ -178,7 +184,7 @@ class Engine:
         try:
             for index, (prompt, each) in enumerate(zip(given, params, strict=True)):
                 try:
-                    answers += self.submit_samples(prompt, each, chat=chat, index=index, events=events)
+                    answers += self.submit_samples(prompt, each, chat=chat, index=index, events=events, whole=whole)
                 except RequestError as error:
                     refused = RequestError(f"prompt {index}: {error}")
                     if on_error == "raise":
@@ -208,15 +214,17 @@ class Engine:
         mask: TokenMask | None = None,
         index: int = 0,
         events: deque[Event] | None = None,
+        whole: bool = False,
     ) -> Answer:
         """Queue one request; ``step`` then makes it grow. Raises RequestError.
 
         salt: only requests of equal salt share pages of the prefix cache. mask: which tokens are allowed next, asked before each; a
-        grammar, say. index, events: what its events are numbered with, and where they go (default: a queue of its own).
+        grammar, say. index, events: what its events are numbered with, and where they go (default: a queue of its own). whole: one event
+        alone, when the answer has ended; the steps before then spend no time on it.
         """
         if params is not None and params.n != 1:
             raise RequestError(f"n: submit makes one answer, got {params.n}; call submit_samples")
-        return self.submit_samples(prompt, params, chat=chat, salt=salt, mask=mask, index=index, events=events)[0]
+        return self.submit_samples(prompt, params, chat=chat, salt=salt, mask=mask, index=index, events=events, whole=whole)[0]
 
     def submit_samples(
         self,
@@ -228,6 +236,7 @@ class Engine:
         mask: TokenMask | None = None,
         index: int = 0,
         events: deque[Event] | None = None,
+        whole: bool = False,
     ) -> list[Answer]:
         """Queue the ``n`` answers that ``params`` asks for; all but the first share its pages of the prompt. As ``submit`` otherwise."""
         tokens = tuple(self._tokens(prompt, chat))
@@ -249,7 +258,7 @@ class Engine:
             self._submitted += 1
             self._masked |= mask is not None
             stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-            answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events)
+            answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
             answers.append(answer)
             if self.metrics is not None:
                 self.metrics.arrived(request.number)
@@ -259,7 +268,7 @@ class Engine:
         """End a request. Its pages come back as soon as no step in flight uses them."""
         if not answer.finished:
             self.scheduler.finish(answer.request, "abort")
-            self._report(answer, "", [])
+            self._end(answer)
 
     @property
     def has_work(self) -> bool:
@@ -282,18 +291,23 @@ class Engine:
         with self._failing(step):
             tokens = self.runner.read(launched)
         logprobs = self.runner.read_logprobs(launched)
-        self._totals["steps"] += 1
-        self._totals["prompt_tokens"] += sum([count for _, _, count, _, generated in step.rows if count > 1 or generated == 0])
-        for request in self.scheduler.complete(step, tokens):
-            self._totals["generated_tokens"] += 1
-            self._deliver(self._answers[request.number], logprobs.get(request.number))
+        answers, totals = self._answers, self._totals
+        totals["steps"] += 1
+        totals["prompt_tokens"] += sum([count for _, _, count, _, generated in step.rows if count > 1 or generated == 0])
+        grown = self.scheduler.complete(step, tokens)
+        totals["generated_tokens"] += len(grown)
+        if self.metrics is not None:
+            self.metrics.tokens([request.number for request in grown])
+        for request in grown:
+            answer = answers[request.number]
+            if not answer.is_silent or request.finish_reason is not None:
+                self._deliver(answer, logprobs.get(request.number))
 
     def _masks(self, step: Step) -> dict[int, Any]:
         """What the masks of the step's requests allow. One that fails ends its own request."""
         masks = {}
-        for chunk in step.chunks:
-            request = chunk.request
-            if request.mask is not None and chunk.samples:
+        for request, _, _, samples, _ in step.rows:
+            if request.mask is not None and samples:
                 try:
                     words, allowed = request.mask(request.generated), request.params.allowed_token_ids
                     masks[request.number] = pack_mask(words, self.model.spec.vocab, allowed)
@@ -301,7 +315,7 @@ class Engine:
                     answer = self._answers[request.number]
                     answer.error = f"mask: {error}" if isinstance(error, ValueError) else f"mask: {type(error).__name__}: {error}"
                     self.scheduler.finish(request, "error")
-                    self._report(answer, "", [])
+                    self._end(answer)
         return masks
 
     @contextmanager
@@ -312,27 +326,32 @@ class Engine:
         except BaseException:
             for failed in (step, *(step for step, _ in self._flying)):
                 for request in self.scheduler.abandon(failed):
-                    self._report(self._answers[request.number], "", [])
+                    self._end(self._answers[request.number])
             self._flying.clear()
             raise
 
     def _deliver(self, answer: Answer, logprob: TokenLogprob | None) -> None:
         """Hand a request's newest token to its answer."""
-        request, token = answer.request, answer.request.tokens[-1]
-        if self.metrics is not None:
-            self.metrics.token(request.number)
-        text = answer.push(token)
-        if answer.stopped:
-            self.scheduler.finish(request, "stop")
-            request.finish_reason = "stop"  # also where the same token ended it by length
-        self._report(answer, text, [token], None if logprob is None else [logprob])
-
-    def _report(self, answer: Answer, text: str, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
-        answer.report(text, tokens, logprobs)
+        request, stream, text = answer.request, answer.stream, ""
+        token = request.tokens[-1]
+        if stream is not None and not answer.is_silent:
+            text = stream.push(token)
+            if stream.stopped:
+                self.scheduler.finish(request, "stop")
+                request.finish_reason = "stop"  # also where the same token ended it by length
+        answer.report(text, [token], None if logprob is None else [logprob])
         if answer.finished:
-            del self._answers[answer.request.number]
-            if self.metrics is not None:
-                self.metrics.ended(answer.request.number, answer.request.finish_reason or "")
+            self._ended(answer)
+
+    def _end(self, answer: Answer) -> None:
+        """Tell an answer that its request has been ended."""
+        answer.report("", [])
+        self._ended(answer)
+
+    def _ended(self, answer: Answer) -> None:
+        del self._answers[answer.request.number]
+        if self.metrics is not None:
+            self.metrics.ended(answer.request.number, answer.request.finish_reason or "")
 
     def _tokens(self, prompt: Prompt, chat: bool) -> list[int]:
         if isinstance(prompt, str):

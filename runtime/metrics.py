@@ -9,7 +9,10 @@ from __future__ import annotations
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, Protocol
 
 from runtime.config import ConfigError, MetricsConfig
@@ -68,10 +71,9 @@ class Metrics:
         prometheus = client(config)
         self._core, self._engine = prometheus.core, weakref.ref(engine)
         registry = prometheus.CollectorRegistry()
-        latency = lambda name, text: prometheus.Histogram(name, text, buckets=_LATENCY, registry=registry)
-        self._first = latency("tkernels_time_to_first_token_seconds", "from a request's arrival to its first token")
-        self._between = latency("tkernels_time_between_tokens_seconds", "between two tokens of a request")
-        self._whole = latency("tkernels_request_seconds", "from a request's arrival to its end")
+        self._first = _Latency("tkernels_time_to_first_token_seconds", "from a request's arrival to its first token")
+        self._between = _Latency("tkernels_time_between_tokens_seconds", "between two tokens of a request")
+        self._whole = _Latency("tkernels_request_seconds", "from a request's arrival to its end")
         self._ended = prometheus.Counter("tkernels_requests", "requests that have ended, by why", ["reason"], registry=registry)
         self._times: dict[int, tuple[float, float]] = {}  # request number -> arrival, newest token (0: none yet)
         registry.register(self)
@@ -85,14 +87,19 @@ class Metrics:
     def arrived(self, number: int) -> None:
         self._times[number] = time.perf_counter(), 0.0
 
-    def token(self, number: int) -> None:
-        now = time.perf_counter()
-        arrival, newest = self._times[number]
-        if newest:
-            self._between.observe(now - newest)
-        else:
-            self._first.observe(now - arrival)
-        self._times[number] = arrival, now
+    def tokens(self, numbers: Iterable[int]) -> None:
+        """Each of these requests has got a token, in one step: most of them waited equally long for it, and are noted together."""
+        now, times = time.perf_counter(), self._times
+        since: Counter[float] = Counter()
+        for number in numbers:
+            arrival, newest = times[number]
+            if newest:
+                since[newest] += 1
+            else:
+                self._first.observe(now - arrival)
+            times[number] = arrival, now
+        for then, count in since.items():
+            self._between.observe(now - then, count)
 
     def ended(self, number: int, reason: str) -> None:
         self._whole.observe(time.perf_counter() - self._times.pop(number)[0])
@@ -103,6 +110,8 @@ class Metrics:
         engine = self._engine()
         if engine is None:
             return
+        for latency in (self._first, self._between, self._whole):
+            yield latency.family(self._core)
         counts, load = _read(engine)
         for name, text in (
             ("prompt_tokens", "prompt tokens computed"),
@@ -120,6 +129,25 @@ class Metrics:
         yield self._core.CounterMetricFamily("tkernels_padding_rows", "padding rows of graphs", counts["modes"]["padding_rows"])
         for name, value in load.items():
             yield self._core.GaugeMetricFamily(f"tkernels_{name}", name.replace("_", " "), value)
+
+
+class _Latency:
+    """A histogram of seconds that takes many equal ones at once."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        self._counts = [0] * (len(_LATENCY) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect_left(_LATENCY, seconds)] += count
+        self._sum += seconds * count
+
+    def family(self, core: Any) -> Any:
+        """As prometheus-client takes it: how many are at or below each bound."""
+        bounds = [*(str(float(bound)) for bound in _LATENCY), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts.copy()), strict=True))
+        return core.HistogramMetricFamily(self.name, self.text, buckets=buckets, sum_value=self._sum)
 
 
 def _read(engine: Source) -> tuple[dict[str, Any], dict[str, float]]:

@@ -156,15 +156,12 @@ class SlotSampler:
         tokens [seqs], logits [seqs, vocab]: what the step gave. masks: by request number, what masks allow for this token.
         """
         logits = taken(logits)  # until the next step, which comes behind all this
-        adjusted = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.samples and chunk.request.adjusts]
+        sampling = [(row, each[0]) for row, each in enumerate(step.rows) if each[3]]
+        adjusted = [(row, Chunk._make(step.rows[row])) for row, request in sampling if request.adjusts]
         if adjusted:
             index, drawn = self._draw(adjusted, logits, masks)
-            tokens = drawn if len(adjusted) == len(step.chunks) else tokens.index_copy(0, index, drawn)
-        wanted = [
-            (row, chunk.request.number, chunk.request.params.logprobs)
-            for row, chunk in enumerate(step.chunks)
-            if chunk.samples and chunk.request.params.logprobs is not None
-        ]
+            tokens = drawn if len(adjusted) == len(step.rows) else tokens.index_copy(0, index, drawn)
+        wanted = [(row, each.number, each.params.logprobs) for row, each in sampling if each.params.logprobs is not None]
         if not wanted:
             return tokens, None
         index = self._send(np.array([row for row, _, _ in wanted]))

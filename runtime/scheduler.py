@@ -189,10 +189,10 @@ class Scheduler:
             if request.finish_reason is not None:  # it ended while this step was in flight: the token is not part of the answer
                 self._release_if_idle(request)
                 continue
-            request.num_computed = start + count
-            if start < request.num_prompt and request.params.n > 1:
-                self._blocked = False  # its other answers may be waiting for these pages
-            if request.num_computed >= (request.num_registered + 1) * page_size:
+            computed = request.num_computed = start + count
+            if count > 1 or not computed % page_size:  # else no page has become full
+                if start < request.num_prompt and request.params.n > 1:
+                    self._blocked = False  # its other answers may be waiting for these pages
                 self._register_pages(request)
             if not samples:
                 continue

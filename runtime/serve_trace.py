@@ -35,7 +35,7 @@ class _StopAfter(TextStream):
         self.stopped = self.left <= 0
         return ""
 
-    def finish(self) -> str:
+    def finish(self, tokens: Sequence[int] = ()) -> str:
         return ""
 
 

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 
+# The letter by which GPT-2's scheme names each byte: its own where it can be seen, one beyond Latin-1 else.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTE_OF = {chr(byte): byte for byte in _SEEN} | {chr(256 + place): byte for place, byte in enumerate(_UNSEEN)}
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # how a vocabulary names a byte it has no character for
 
 
@@ -24,6 +29,8 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None) -> None:
         self._fast, self._chat_template, self._special = fast, chat_template, special or {}
         self._no_text = {number for number, token in fast.get_added_tokens_decoder().items() if token.special}
+        self.bytes_of = _TokenBytes(self)
+        self._alone: dict[int, str] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> Tokenizer:
@@ -58,15 +65,29 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._fast.decode(list(tokens), skip_special_tokens=True)
 
+    def name(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None for one that is no text."""
+        return None if token in self._no_text else self._fast.id_to_token(token)
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether every token stands for bytes of its own, so that text is these in a row (GPT-2's scheme, and most since)."""
+        return type(self._fast.decoder) is decoders.ByteLevel
+
+    def alone(self, token: int) -> str:
+        """``decode`` of one token, remembered."""
+        found = self._alone.get(token)
+        if found is None:
+            found = self._alone[token] = self.decode([token])
+        return found
+
     def may_change(self, token: int, open_before: bool) -> bool:
         """Whether text that ends in this token may still change with the next one: bytes in a row are decoded together.
 
         open_before: what was answered for the token before; tokens that are no text leave it as it is.
         """
-        name = self._fast.id_to_token(token)
-        if name is None or token in self._no_text:
-            return open_before
-        return _BYTE.fullmatch(name) is not None
+        name = self.name(token)
+        return open_before if name is None else _BYTE.fullmatch(name) is not None
 
     def chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the answer. A string is one message of the user."""
@@ -78,6 +99,20 @@ class Tokenizer:
         return self.encode(text, special=False)  # the template writes its own
 
 
+class _TokenBytes(dict[int, bytes]):
+    """Token -> what it stands for, where ``is_of_bytes``; found when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        name = self._tokenizer.name(token) or ""
+        letters = [_BYTE_OF.get(letter, -1) for letter in name]
+        # A name with other letters is no row of bytes: an added token, which is its own text.
+        found = self[token] = bytes(letters) if -1 not in letters else name.encode()
+        return found
+
+
 class TextStream:
     """Text of one answer while its tokens arrive; what has been given out never changes.
 
@@ -86,32 +121,20 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens before _read are text already; those from _start on give the next ones their context
-        self._open = False
+        self._stop = tuple(stop)
+        self._text: _ByteText | _AnyText = _ByteText(tokenizer) if tokenizer.is_of_bytes else _AnyText(tokenizer)
+        self._certain = self._text.push
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
-        self._tokens.append(token)
-        self._open = self._tokenizer.may_change(token, self._open)
-        return self._give(self._decode(final=False), final=False)
+        text = self._certain(token)
+        return self._give(text, final=False) if self._stop else text
 
-    def finish(self) -> str:
-        """The rest, when no more tokens come."""
-        return self._give(self._decode(final=True), final=True)
-
-    def _decode(self, final: bool) -> str:
-        if self._open and not final:
-            return ""
-        before = self._tokenizer.decode(self._tokens[self._start : self._read])
-        after = self._tokenizer.decode(self._tokens[self._start :])
-        if len(after) <= len(before) or (after.endswith("\ufffd") and not final):
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
-        return after[len(before) :]
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        """The rest, when no more tokens come than these."""
+        return self._give(self._text.finish(tokens), final=True)
 
     def _give(self, text: str, final: bool) -> str:
         if self.stopped:
@@ -129,6 +152,57 @@ class TextStream:
     def _open_end(self) -> int:
         """Length of the longest end of the held text that a stop string begins with."""
         return max((n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+
+
+class _ByteText:
+    """Text of tokens that are bytes: nothing is decoded twice."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes_of, self._pending = tokenizer.bytes_of, b""
+
+    def push(self, token: int) -> str:
+        new = self._bytes_of[token]
+        if not self._pending and new.isascii():
+            return new.decode()
+        self._pending += new
+        text = self._pending.decode(errors="replace")
+        if text.endswith("\ufffd"):  # of a character that may go on
+            return ""
+        self._pending = b""
+        return text
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        text = b"".join([self._pending, *map(self._bytes_of.__getitem__, tokens)]).decode(errors="replace")
+        self._pending = b""
+        return text
+
+
+class _AnyText:
+    """Text of any tokens: each is decoded behind those before it, which may change how it reads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []  # from the last piece on, whose tokens give the next ones their context
+        self._read, self._before = 0, ""  # how many tokens that piece has, and their text
+        self._open = False
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        self._open = self._tokenizer.may_change(token, self._open)
+        return "" if self._open else self._new(final=False)
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        self._tokens += tokens
+        return self._new(final=True)
+
+    def _new(self, final: bool) -> str:
+        before, after = self._before, self._tokenizer.decode(self._tokens)
+        if len(after) <= len(before) or (after.endswith("\ufffd") and not final):
+            return ""
+        self._tokens = rest = self._tokens[self._read :]
+        self._read = len(rest)
+        self._before = self._tokenizer.alone(rest[0]) if len(rest) == 1 else self._tokenizer.decode(rest)
+        return after[len(before) :]
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -98,6 +98,33 @@ def test_streamed_events_add_up_to_the_completion(device: torch.device) -> None:
     assert [event.index for event in events][:3] == [0, 1, 2], "the answers grow together"
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": ("q",)}, {"logprobs": 2}])
+def test_a_whole_answer_is_one_event(device: torch.device, more: dict[str, Any]) -> None:
+    engine = make_engine(device, text=True)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, **more)
+    (expected,) = engine.generate("ab", params)
+    answer = engine.submit("ab", params, whole=True)
+    while not answer.finished:
+        assert not answer.events
+        engine.step()
+    assert list(answer.events) == [Event(0, expected.text, expected.token_ids, expected.finish_reason, None, expected.logprobs)]
+    streamed = list(engine.stream("ab", params))
+    assert "".join(event.text for event in streamed) == expected.text and len(streamed) == len(expected.token_ids)
+    gone = engine.submit("ab", params, whole=True)
+    for _ in range(3):
+        engine.step()
+    engine.abort(gone)
+    (event,) = gone.events
+    assert (
+        event.finish_reason == "abort"
+        and event.token_ids == gone.request.generated
+        and event.text == engine.tokenizer.decode(event.token_ids)
+    )
+    while engine.has_work:
+        engine.step()
+    check_idle(engine)
+
+
 def test_two_streams_may_run_interleaved(device: torch.device) -> None:
     engine = make_engine(device)
     params = SamplingParams(max_tokens=5)

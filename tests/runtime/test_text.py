@@ -69,6 +69,23 @@ def test_pieces_together_are_the_decoded_whole(tokens: list[int]) -> None:
     assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
 
 
+def with_added_tokens() -> Tokenizer:
+    fast = byte_tokenizer()
+    fast.add_tokens(["<user>", "a word é", "\N{MINUS SIGN}"])  # 257 to 259; the last two are no names of bytes
+    return Tokenizer(fast)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 300), st.sampled_from([30, 128, 160, 225, 256, 257, 258, 259])), max_size=30), st.integers(0, 30))
+@example([125, 258, 96], 1)
+def test_pieces_and_the_rest_at_once_are_what_the_library_decodes(tokens: list[int], pushed: int) -> None:
+    tokenizer = with_added_tokens()
+    assert tokenizer.is_of_bytes
+    stream = TextStream(tokenizer)
+    text = "".join(map(stream.push, tokens[:pushed])) + stream.finish(tokens[pushed:])
+    assert text == tokenizer.decode(tokens)
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.integers(0, 11), max_size=12))
 @example([6, 0, 4, 8, 7, 6, 4])
