@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,10 +24,11 @@ from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
 from runtime.outputs import taken
 from runtime.plan import Plan, PlanRow
-from runtime.request import Request, TokenLogprob
+from runtime.request import TokenLogprob
 from runtime.sampler import Pending, SlotSampler
 from runtime.scheduler import Step
 from runtime.sizes import plain_sizes
+from runtime.step_arrays import StepArrays, from_chunks, offsets_of
 from tkernels import collectives
 
 _WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
@@ -105,7 +105,6 @@ class Runner:
         self.page_size = config.cache.page_size
         self.max_num_seqs, self.max_batch_tokens = config.scheduler.max_num_seqs, config.scheduler.max_batch_tokens
         self.module = StepModule(model, self.max_num_seqs, gives_logits=True)
-        self._range, self._ones = np.arange(self.max_num_seqs + 1), np.ones(self.max_num_seqs, np.int64)
         stored, own = config.cache.dtype, str(model.spec.dtype).removeprefix("torch.")
         if stored not in ("auto", "fp8_e4m3", own):
             raise ConfigError(f'cache.dtype: expected "auto", the model\'s "{own}" or "fp8_e4m3", got "{stored}"')
@@ -120,18 +119,8 @@ class Runner:
         self.steps: GraphedModule = graphed(
             self.module, _with_plain_graphs(config), dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent
         )
-        # One row for each running request, filled as its pages are given; a step's inputs are gathered from them.
-        rows = self.max_num_seqs
-        self._table = np.zeros((rows, self.num_columns), np.int32)
-        self._table_pages: list[list[int] | None] = [None] * rows
-        self._table_filled = np.zeros(rows, np.int64)
-        self._temperature, self._top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-        self._top_k, self._seeds = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
-        self.sampler = SlotSampler(model.spec.vocab, rows, self.device)
-        self._asks_more = np.zeros(rows, bool)  # than the captured step's draws
-        self._source = np.full(rows, -1, np.int64)  # where in last_tokens the newest step puts each one's token
-        self._pages_of_step: list[list[int]] = []  # of the newest step, and its rows: the next one mostly has the same
-        self._rows_of_step = np.zeros(0, np.int64)
+        self.sampler = SlotSampler(model.spec.vocab, self.max_num_seqs, self.device)
+        self.inputs = StepArrays(self.max_num_seqs, self.num_columns, self.page_size, self.sampler.admit)
 
     # -- sizing ---------------------------------------------------------------------------------------------------------------
 
@@ -188,26 +177,24 @@ class Runner:
         """Start a step. Does not wait for the device. masks: by request number, what its mask allows for this step's token."""
         if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
-        arrays, bound = self._step_arrays(step)
-        rows, seqs = self._rows_of_step, len(step.rows)
+        arrays, seqs = self.inputs.of(step), len(step.rows)
+        widest = self.inputs.widest
         sizes = {"tokens": len(arrays["input_ids"]), "seqs": seqs}
         context = int(arrays["seq_lens"].sum()) // seqs
-        staged = self.steps.stage(sizes, context=context, max_query_len=bound)
+        staged = self.steps.stage(sizes, context=context, max_query_len=self.bound(widest))
         if staged is not None:
-            # No kernel reads a row past its sequence's pages.
-            self._gather_table(rows, out=staged.arrays["block_table"])
+            self.inputs.put_table(staged.arrays["block_table"])  # no kernel reads a row past its sequence's pages
             for name, array in arrays.items():
                 staged.arrays[name][...] = array
             tokens, logits = staged()
         else:
-            tokens, logits = self.steps.at(context)(**self._as_arguments({**arrays, "block_table": self._wide_table(rows)}, bound))
+            tokens, logits = self.steps.at(context)(**self._as_arguments({**arrays, "block_table": self.inputs.wide_table()}, widest))
         tokens = taken(tokens)  # until the next step, which comes behind the copies below
         logprobs = None
-        if self._asks_more[rows].any():
+        if self.inputs.asks_more:
             tokens, logprobs = self.sampler.run(step, tokens, logits, masks or {})
         self.module.last_tokens[:seqs].copy_(tokens)
-        self._source.fill(-1)
-        self._source[rows] = self._range[:seqs]
+        self.inputs.launched()
         if self.device.type != "cuda":
             return Launched(tokens.clone(), None, logprobs)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
@@ -233,114 +220,10 @@ class Runner:
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """The inputs of one step, on the host, at its real sizes."""
-        arrays, bound = self._step_arrays(step)
-        return self._as_arguments({**arrays, "block_table": self._wide_table(self._rows_of_step)}, bound)
+        return self._as_arguments({**self.inputs.of(step), "block_table": self.inputs.wide_table()}, step.max_query_len)
 
-    def _as_arguments(self, arrays: Mapping[str, np.ndarray], max_query_len: int) -> dict[str, Any]:
-        return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "max_query_len": max_query_len}
-
-    def _wide_table(self, rows: np.ndarray) -> np.ndarray:
-        """Block table of these rows at its full width, which graphs are made for."""
-        table = np.zeros((len(rows), self.num_columns), np.int32)
-        self._gather_table(rows, out=table)
-        return table
-
-    def _gather_table(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Only as wide as the longest sequence: at a context of 131,072 the rest would be most of a step's time on the host."""
-        width = self._table_filled[rows].max()
-        out[:, :width] = self._table[:, :width][rows]
-
-    def _step_arrays(self, step: Step) -> tuple[dict[str, np.ndarray], int]:
-        """The inputs as arrays, all but the block table, and ``max_query_len``.
-
-        With hundreds of requests what is done for each of them is the host's time, so that is little and in C: what does not change
-        from step to step lies in arrays by row of the block table, and is written when a request takes the row or gets a page.
-        """
-        requests, all_starts, all_counts = [row[0] for row in step.rows], [row[1] for row in step.rows], [row[2] for row in step.rows]
-        pages = [request.pages for request in requests]
-        if len(pages) != len(self._pages_of_step) or not all(map(is_, pages, self._pages_of_step)):
-            # A list of pages is made by an admission and lives as long: with the same ones the rows are the same too.
-            row_list = [request.row for request in requests]
-            for row, each, request in zip(row_list, pages, requests, strict=True):
-                if self._table_pages[row] is not each:
-                    self._take_row(request)
-            self._pages_of_step, self._rows_of_step = pages, np.array(row_list)
-        rows, starts = self._rows_of_step, np.array(all_starts)
-        counts = self._ones[: len(rows)] if max(all_counts) == 1 else np.array(all_counts)
-        offsets = self._offsets(counts)
-        ends, last, size = starts + counts, offsets[1:] - 1, int(offsets[-1])
-        for i in np.flatnonzero(ends > self._table_filled[rows] * self.page_size).tolist():
-            self._fill_row(requests[i])
-        # Where a step in flight (this one is counted too) samples the last token, that lies on the device.
-        is_sampled = np.array([request.num_sampling for request in requests]) > 1
-        sources = self._source[rows]
-        assert (sources[is_sampled] >= 0).all(), "a token that is not known is not one that the newest step samples"
-        ids, token_source = np.zeros(size, np.int64), np.full(size, -1, np.int64)
-        token_source[last] = np.where(is_sampled, sources, -1)
-        if size > len(rows) or not is_sampled.all():
-            for i in np.flatnonzero(~is_sampled | (counts > 1)).tolist():
-                tokens = requests[i].tokens[all_starts[i] : all_starts[i] + all_counts[i]]
-                ids[offsets[i] : offsets[i] + len(tokens)] = tokens
-        return self._arrays(
-            starts,
-            counts,
-            offsets,
-            self._table,
-            rows,
-            input_ids=ids,
-            token_source=token_source,
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            seeds=self._seeds[rows],
-            draws=np.array([row[4] for row in step.rows]),
-        )
-
-    def _offsets(self, counts: np.ndarray) -> np.ndarray:
-        """Where each chunk begins in the step's tokens, and the end of the last one."""
-        if len(counts) == counts.sum():
-            return self._range[: len(counts) + 1]
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        return offsets
-
-    def _arrays(
-        self, starts: np.ndarray, counts: np.ndarray, offsets: np.ndarray, table: np.ndarray, rows: np.ndarray, **others: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], int]:
-        """Positions, slots and lengths follow from where each chunk starts, how long it is, and its pages, which are a row of a table."""
-        positions, widest, size = starts, 1, len(others["input_ids"])
-        if len(counts) < size:  # else one token each, which most steps are: nothing to spread
-            positions = np.arange(size) - np.repeat(offsets[:-1] - starts, counts)
-            rows = np.repeat(rows, counts)
-            widest = int(counts.max())
-        # Token by token, not page by page: a chunk may begin anywhere in a page (B076).
-        slots = table[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
-        arrays = {
-            **others,
-            "positions": positions,
-            "slot_mapping": slots,
-            "seq_lens": (starts + counts).astype(np.int32),
-            "cu_seqlens_q": offsets.astype(np.int32),
-            "logits_rows": offsets[1:] - 1,
-        }
-        return arrays, self.bound(widest)
-
-    def _take_row(self, request: Request) -> None:
-        """A request has been admitted: its row holds nothing of it yet."""
-        row, params = request.row, request.params
-        self._table_pages[row], self._table_filled[row] = request.pages, 0
-        self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
-        self._seeds[row] = request.seed
-        asks = self._asks_more[row] = request.adjusts or params.logprobs is not None
-        if asks:
-            self.sampler.admit(request)
-
-    def _fill_row(self, request: Request) -> None:
-        """Its pages since the last time go into its row."""
-        row, pages = request.row, request.pages
-        filled = self._table_filled[row]
-        self._table[row, filled : len(pages)] = pages[filled:]
-        self._table_filled[row] = len(pages)
+    def _as_arguments(self, arrays: Mapping[str, np.ndarray], widest: int) -> dict[str, Any]:
+        return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "max_query_len": self.bound(widest)}
 
     # -- warm-up --------------------------------------------------------------------------------------------------------------
 
@@ -419,12 +302,13 @@ class Runner:
         table = (pages % (self.num_pages - 1) + 1).astype(np.int32)
         zeros = np.zeros(len(counts), np.int64)
         size = decodes + prompt_tokens
-        arrays, bound = self._arrays(
+        arrays = from_chunks(
             starts,
             counts,
-            self._offsets(counts),
+            offsets_of(counts),
             table,
-            self._range[: len(counts)],
+            np.arange(len(counts)),
+            self.page_size,
             input_ids=np.arange(size) % self.model.spec.vocab,
             token_source=np.full(size, -1, np.int64),
             temperature=zeros.astype(np.float32),
@@ -434,7 +318,7 @@ class Runner:
             draws=zeros,
         )
         arrays |= {"slot_mapping": np.full(size, -1, np.int64), "block_table": table}
-        return self._as_arguments(arrays, self.max_batch_tokens if prompts else bound)
+        return self._as_arguments(arrays, self.max_batch_tokens if prompts else 1)
 
 
 def _with_plain_graphs(config: RuntimeConfig) -> RuntimeConfig:
