@@ -50,6 +50,16 @@ def illegal_state(device: torch.device) -> str:
         return "torch.autocast is on, and graphs are captured without it"
     if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors of vmap, grad and jvp have no memory that could be copied
         return "within a transform of torch.func, and graphs are captured outside"
+    if torch._C._len_torch_dispatch_stack():  # who counts, records or fakes operators would see a copy and nothing else
+        return "within a dispatch mode of torch, and graphs are captured outside"
+    return ""
+
+
+def illegal_layout(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why no graph may serve a call with tensors of these layouts, or ""."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            return f"{name}: graphs take dense tensors, got {tensor.layout}"
     return ""
 
 

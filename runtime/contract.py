@@ -196,7 +196,15 @@ def _restore(state: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor
     for name, t in saved.items():
         # what was made in inference mode can only be written in it; leaving it for the others would turn gradients on
         with torch.inference_mode() if state[name].is_inference() else nullcontext():
-            state[name].copy_(t)
+            _unexpanded(state[name]).copy_(_unexpanded(t, like=state[name]))
+
+
+def _unexpanded(t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Each element of an expanded tensor once: torch refuses to write it several times. like: the tensor that says what is expanded."""
+    for axis, stride in enumerate((t if like is None else like).stride()):
+        if stride == 0 and t.shape[axis] > 1:
+            t = t.narrow(axis, 0, 1)
+    return t
 
 
 def written_state(module: Call, given: Inputs, arena: Arena, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from runtime import sizes as sizing
 from runtime import start
 from runtime.binding import PLAIN, Binding, Call, Dynamic, key_text
-from runtime.calls import Route, Staged, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
+from runtime.calls import Route, Staged, illegal_layout, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
 from runtime.capture import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
@@ -293,7 +293,7 @@ class GraphedModule(torch.nn.Module):
         key, illegal = route.key, route.illegal
         if key is not None and not illegal and (key.static or key.writes_arguments):
             illegal = illegal_memory(key, tensors)
-        illegal = illegal or illegal_state(steps.device)
+        illegal = illegal or illegal_state(steps.device) or illegal_layout(tensors)
         decision = dispatcher.dispatch(route.text, route.sizes, illegal, context)
         if key is None:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
@@ -554,7 +554,10 @@ class GraphedModule(torch.nn.Module):
         if self._steps is None or self._dispatcher is None:
             raise RuntimeError("explain: nothing is captured yet; call warmup first")
         key = self._steps.keys.get(call.host)
-        illegal = "" if key is None else illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device)
+        illegal = ""
+        if key is not None:
+            illegal = illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device)
+            illegal = illegal or illegal_layout(call.tensors)
         return self._dispatcher.decide(key_text(call.host), call.sizes, illegal, context=context)
 
     def addresses(self) -> dict[str, list[Address]]:

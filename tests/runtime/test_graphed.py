@@ -666,3 +666,25 @@ def test_host_values_and_defaults_find_the_key_of_a_staged_step(device: torch.de
         staged.arrays["x"][...] = [1, 2, 3, 4]
         assert staged().tolist() == [times * v for v in (1, 2, 3, 4)]
     assert fast.stage({"tokens": 4}, factor=3) is None, "another kind of number"
+
+
+def test_an_expanded_buffer_is_put_back(device: torch.device) -> None:
+    """One element behind many, which torch writes in no copy."""
+
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.arange(2.0)[:, None].expand(2, 3))
+            self.register_buffer("calls", torch.zeros(1).expand(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls[:1].add_(1)
+            return x + self.offset.sum() + self.calls.sum() * 0
+
+    module = Expanded().to(device)
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, device=device))
+    level_costs(fast)
+    assert module.calls.tolist() == [0.0] * 4 and module.calls.stride() == (0,)
+    x = torch.rand(3, device=device)
+    assert torch.equal(fast(x), x + 3)

@@ -12,6 +12,8 @@ import tiny
 import torch
 from graph_toys import level_costs, make
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.engine import Engine
 from runtime.model import allocate_cache, random_model
@@ -119,6 +121,34 @@ def test_transforms_of_torch_func_get_the_modules_own_result(device: torch.devic
     assert any("torch.func" in reason for reason in fast.stats()["eager_reasons"])
 
 
+def test_dispatch_modes_see_the_modules_own_operators(device: torch.device) -> None:
+    """Those that count, record or fake operators; a replay would show them a copy at most."""
+    module = Square().to(device)
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, 3, device=device))
+    level_costs(fast)
+    x = torch.rand(4, 3, device=device)
+    fast(x), fast(x)
+    with FlopCounterMode(display=False) as counter:
+        fast(x)
+    assert counter.get_total_flops() == 2 * 4 * 3 * 3
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        assert type(fast(fakes.from_tensor(x))).__name__ == "FakeTensor"
+        assert "dispatch mode" in fast.explain(fakes.from_tensor(x)).reason
+    assert torch.allclose(fast(x), module(x)) and sum(fast.stats()["steps"]["full"].values()) == 3
+
+
+def test_a_sparse_argument_is_the_modules_own_affair() -> None:
+    module = Square()
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, 3))
+    level_costs(fast)
+    x = torch.rand(4, 3)
+    for given in (x, x.to_sparse(), x, x.to_sparse_csr(), x):
+        assert torch.allclose(fast(given), module(x), atol=1e-6)
+    assert sum(fast.stats()["steps"]["full"].values()) == 3 and "x: graphs take dense tensors" in fast.explain(x.to_sparse()).reason
+
+
 @pytest.mark.parametrize("view", [torch._neg_view, lambda x: torch.complex(x, x).conj(), lambda x: torch._efficientzerotensor(x.shape)])
 def test_views_that_still_have_to_be_carried_out_are(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """x.conj() and its like are the bytes of x and a flag."""
@@ -144,6 +174,15 @@ def test_another_default_device_changes_nothing(device: torch.device) -> None:
         for n in (8, 3):
             assert torch.equal(fast(x[:n], y[:n]), x[:n] + y[:n])
     assert sum(fast.stats()["steps"]["full"].values()) == 2
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
 
 
 class Affine(nn.Module):
