@@ -36,6 +36,12 @@ def _case_of(item: pytest.Item) -> tuple[Any, ...]:
     return (str(item.path), getattr(item, "originalname", item.name), *(str(value) for key, value in params.items() if key != "peer"))
 
 
+def pytest_report_header() -> list[str]:
+    if torch.cuda.is_available():
+        return []
+    return ["bench: no GPU, so a smoke test with tiny sizes: kernels run in Triton's interpreter, and times say nothing about them"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The peers of a case one after the other, so that its inputs are made once.
     first = {case: index for index, case in reversed(list(enumerate(map(_case_of, items))))}

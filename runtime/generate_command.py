@@ -159,9 +159,10 @@ def _print_totals(engine: Engine, answers: int, tokens: int, seconds: float, out
     out.print(f"start-up: {engine.startup_seconds:.1f} s")
     table = Table("mode", "steps", "share", "by size", title="steps by mode", title_justify="left")
     steps = stats["modes"]["steps"]
+    all_steps = sum(sum(by_size.values()) for by_size in steps.values())  # with those whose requests had ended by then
     for mode, by_size in steps.items():
         count = sum(by_size.values())
-        table.add_row(mode, str(count), f"{count / max(1, stats['steps']):.0%}", ", ".join(f"{size}: {n}" for size, n in by_size.items()))
+        table.add_row(mode, str(count), f"{count / max(1, all_steps):.0%}", ", ".join(f"{size}: {n}" for size, n in by_size.items()))
     out.print(table)
     rows, padding = stats["modes"]["rows"], stats["modes"]["padding_rows"]
     out.print(f"padding: {padding} of {rows} rows; preemptions: {stats['preemptions']}")
