@@ -153,7 +153,10 @@ def gemma_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear(in_features, out_features, bias=True, device=None, dtype=None)``: few rows stream the weights once."""
+    """``torch.nn.Linear(in_features, out_features, bias=True, device=None, dtype=None)``: few rows stream the weights once.
+
+    [..., in_features] → [..., out_features]; x and the weight of one dtype, fp16, bf16 or fp32.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if _autocast(x):

@@ -4,6 +4,8 @@ Values beyond ±448 saturate, infinities included; NaN stays NaN. x is multiplie
 rounded to fp32, and the product is rounded to nearest even.
 A dynamic scale is ``max |x| / 448`` over a token or over a block of its columns, and at least 2⁻¹² / 448: a row of zeros stays zero
 and gives a scale that can be divided by. Infinities and NaN do not count in it, so they cannot take the other values with them.
+
+Source: arXiv 2209.05433 (e4m3; here infinities saturate too).
 """
 
 from __future__ import annotations

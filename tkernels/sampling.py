@@ -16,6 +16,8 @@ The rules, in order:
 5. A NaN logit counts as −∞. Infinite logits share all the probability. A row without any logit above −∞ gives token 0.
    A token of probability zero is never drawn.
 
+Source: arXiv 1805.04833 (top-k), arXiv 1904.09751 (top-p), arXiv 2407.01082 (min-p).
+
 How: kernel 1 reads the logits once, spread over all multiprocessors, and leaves per 128 columns a maximum and a best candidate.
 Kernel 2, one program a row, finishes greedy and unfiltered rows from that. A filtered row first bounds its kept set from the maxima
 alone, lists the runs of 128 columns that can hold a kept token (k of them at most, barring equals), and then searches the threshold

@@ -375,7 +375,7 @@ def test_no_model_and_no_device_are_said(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_missing_and_truncated_checkpoints_are_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model.path: .*nowhere"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*nowhere"):
         Engine(tmp_path / "nowhere", config())
     cut = tmp_path / "cut"
     cut.mkdir()

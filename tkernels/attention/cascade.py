@@ -6,6 +6,8 @@ there is one, must not reach into the prefix, so it is refused. Every launch dep
 ``paged_attention``'s, the bits of a request depend on how many tokens the batch has, since these are the queries of one sequence here.
 
 In the own part ``seq_lens`` and ``block_table`` count from the end of the prefix.
+
+Source: arXiv 2402.05099, arXiv 2501.01005.
 """
 
 from __future__ import annotations

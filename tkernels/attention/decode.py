@@ -12,6 +12,8 @@ and query rows the columns, and nothing mixes columns. Hence the bits of a row a
 every bucket of ``max_query_len``. (One limit: what is below 2**-126 of the row's largest weight underflows, perhaps in one place and not
 in the other. Only an output below 2**-100 can show that: V is 0 wherever the row looks.)
 
+Source: arXiv 1805.02867 (the running maximum), Flash-Decoding (keys of one sequence split over programs); differs: the tree above.
+
 Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device.
 It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move. The counters of arrivals
 (_counters.py) are zero before and after each launch.

@@ -3,6 +3,8 @@
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) · out_a + exp(lse_b - lse) · out_b
 
 An LSE of -inf marks an empty set: nothing of its ``out`` is taken, whatever is there. Both empty: zero, -inf.
+
+Source: arXiv 2501.01005.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ GQA ratio fills the tile and the causal diagonal wastes little. The grid is boun
 finds its tile from ``cu_seqlens_q`` and ``seq_lens`` on the device, longest first over the whole batch, head by head so that the
 keys of one head stay in L2. Sequences with fewer query tokens belong to decode.py and are skipped.
 
+Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the heads of a group, tiles are found on the device.
+
 Key blocks are of three kinds: cut by the window's start, seen by every row (no mask in that loop), cut by the diagonal or the end.
 """
 

@@ -11,6 +11,9 @@ A sink adds ``exp(sinks[h])`` to the denominator, so it is part of the LSE, and 
 A query that sees no key gives zero and an LSE of -inf (log of the sink alone, if there is one and the sequence is not empty).
 Rows at and past ``cu_seqlens_q[-1]`` are zero, with an LSE of -inf.
 
+Source: arXiv 1706.03762; the paged cache: arXiv 2309.06180; the window: arXiv 2004.05150; soft-cap: arXiv 2408.00118; sinks as learned
+logits: arXiv 2508.10925.
+
 It is also what the CPU runs without the interpreter, hence a loop over sequences with matrix products inside, not over keys.
 """
 
