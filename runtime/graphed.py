@@ -78,6 +78,8 @@ class GraphedModule(CapturedModule):
         return AtContext(self, context)
 
     def _call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # constant to it; false whenever this runs
+            return _untraced_call(self, context, args, kwargs)
         with self._lock:  # calls of several threads take turns: they fill the same input buffers
             with_grad = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
@@ -299,6 +301,12 @@ class GraphedModule(CapturedModule):
                 'in place (load_state_dict does), or set graph.on_moved_weight = "recapture"'
             )
         self.recapture()
+
+
+@torch.compiler.disable
+def _untraced_call(fast: GraphedModule, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside of a compiled function: Dynamo would guard on what changes with every step."""
+    return fast._call(context, args, kwargs)
 
 
 class AtContext(NamedTuple):

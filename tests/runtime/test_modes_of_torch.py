@@ -121,6 +121,22 @@ def test_transforms_of_torch_func_get_the_modules_own_result(device: torch.devic
     assert any("torch.func" in reason for reason in fast.stats()["eager_reasons"])
 
 
+def test_a_function_around_it_can_be_compiled(device: torch.device) -> None:
+    """Dynamo leaves the call alone: its own guards would fail at what changes with every step."""
+    module = Affine().to(device)
+    fast = make(module, {"x": 0}, mode="full", on_capture_error="raise")
+    fast.warmup(torch.rand(8, 3, device=device))
+    level_costs(fast)
+    torch._dynamo.reset()
+    seen: list[torch.fx.GraphModule] = []
+    compiled = torch.compile(lambda x: fast(x + 1) * 2, backend=lambda graph, _: seen.append(graph) or graph.forward)  # type: ignore[func-returns-value]
+    for n in (4, 1, 2, 3, 4, 1, 8):
+        x = torch.rand(n, 3, device=device)
+        assert torch.equal(compiled(x), module(x + 1) * 2)
+    assert sum(fast.stats()["steps"]["full"].values()) == 7
+    assert all("sub" not in graph.code and len(graph.graph.nodes) <= 5 for graph in seen), "what is before and after it"
+
+
 def test_dispatch_modes_see_the_modules_own_operators(device: torch.device) -> None:
     """Those that count, record or fake operators; a replay would show them a copy at most."""
     module = Square().to(device)

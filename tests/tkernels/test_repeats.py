@@ -16,7 +16,7 @@ import torch
 from op_samples import SAMPLES
 
 import tkernels
-from tkernels import _launch, _repeats
+from tkernels import _counters, _launch, _repeats
 from tkernels._linear_kernels import Tile
 from tkernels._op import _on_its_device
 from tkernels._triton import HAVE_TRITON, tl, triton
@@ -297,6 +297,24 @@ def test_on_a_gpu_that_is_not_the_current_one() -> None:
         for _ in range(4):
             torch.testing.assert_close(tkernels.rms_norm(x, weight), tkernels.rmsnorm.rms_norm_ref(x, weight, 1e-6))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_capture_on_a_gpu_that_is_not_the_current_one_keeps_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a stream is capturing is asked of the tensors' device."""
+    monkeypatch.setattr(linear_module, "choose", lambda *_: Tile("matrix", 64, 64, 1, 4, 3, splits=4))
+    call, device = _repeats.repeating(_on_its_device(linear_module._linear)), torch.device("cuda:1")
+    x, weight = torch.randn(16, 2048, device=device).bfloat16(), torch.randn(2048, 2048, device=device).bfloat16()
+    for _ in range(3):
+        want = call(x, weight)
+    taken = _counters._words[device]._taken
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph), torch.cuda.device(0):
+        got = call(x, weight)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    assert _counters._words[device]._taken == taken + 2048 // 64 and torch.equal(got, want)
 
 
 @pytest.mark.gpu
