@@ -20,7 +20,7 @@ from runtime.binding import Binding, Call, key_text
 from runtime.bound import prove_bound
 from runtime.capture import CapturedStep, capture_step, make_pool
 from runtime.config import RuntimeConfig
-from runtime.contract import Expected, Inputs, differs_from_module, expect, kept, moderate, prove, roundings_of, rows_mix, written_state
+from runtime.contract import Expected, Inputs, expect, kept, prove
 from runtime.graph import CaptureError
 from runtime.inputs import Dim, InputSpec
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
@@ -178,7 +178,7 @@ class Steps:
             key.facts_date, key.checked, key.compared = facts.date, True, set(facts.rows)
             key.written = {each: state[each] for each in facts.written}
             if facts.exact:
-                self._serve_exact(key, facts.exact)
+                self.serve_exact(key, facts.exact)
         self.keys[example.host] = key
         return key
 
@@ -254,15 +254,16 @@ class Steps:
         if key.sets[0] != (size, key.exact):
             lengths = (size, max(1, size - max(1, size // 4)))
             calls = [key.proving(n) for n in dict.fromkeys(lengths) if n == size or not key.exact]
-            key.sets = (size, key.exact), [self._padded_to(key, call, size) for call in calls if call is not None]
+            key.sets = (size, key.exact), [self.padded_to(key, call, size) for call in calls if call is not None]
         return key.sets[1]
 
     def timed_inputs(self, key: KeySteps, size: int, *context: int) -> Inputs | None:
         """What a step of this size is timed with, at the usual context or another; None where it does not occur."""
         call = key.representative(size, *context)
-        return None if call is None else self._padded_to(key, call, size)
+        return None if call is None else self.padded_to(key, call, size)
 
-    def _padded_to(self, key: KeySteps, call: Call, size: int) -> Inputs:
+    def padded_to(self, key: KeySteps, call: Call, size: int) -> Inputs:
+        """A call's inputs, in a step of this size."""
         values = {name: t for name, t in call.tensors.items() if name in key.specs}
         return Inputs(values, call.sizes, self.padded(size, key.host))
 
@@ -337,72 +338,10 @@ class Steps:
                 )
         return found
 
-    def find_written(self, key: KeySteps, size: int) -> None:
-        """Fill ``key.written``. Runs the module once, on a representative step, where no earlier start has done it."""
-        state = self.persistent.tensors() | key.static
-        if key.facts_date:
-            key.written = {name: state[name] for name in key.written if name in state}  # they may have moved since
-            return
-        given = self.inputs(key, size)[0]
-        with kept(state):
-            key.written = written_state(key.module_call, given, key.arena, state)
-
-    def check_padding(self, key: KeySteps, sizes: Iterable[int]) -> None:
-        """Find out whether padding changes real rows; if so, the key is served at exact sizes only. Once for each key.
-
-        sizes: those to capture; the padding is shaken at a small one, but with a few real rows.
-        """
-        if key.checked:
-            return
-        sizes = sorted(sizes)
-        given = self._with_tail(key, next((size for size in sizes if size >= 8), sizes[-1]))
-        if given is None and not key.follows_size:
-            return
-        key.checked = True
-        if why := key.follows_size or self._shaken(key, given):
-            self._serve_exact(key, why)
-
-    def check_rows(self, key: KeySteps) -> None:
-        """A module may branch on the number of its rows: compare the padded step of each captured size with the module at the fewest
-        rows that it serves. Once for each size."""
-        sizes = sorted({size for _, size in key.captured})
-        for smaller, size in zip([0, *sizes], sizes, strict=False):
-            if size in key.rows_checked or key.exact:
-                continue
-            key.rows_checked.add(size)
-            for n in dict.fromkeys((smaller + 1, 1)):
-                call = key.proving(n) if n < size and not key.exact and (n, size) not in key.compared else None
-                if call is not None:
-                    key.compared.add((n, size))
-                    given = self._padded_to(key, call, size)
-                    if why := self._differs(key, given):
-                        self._serve_exact(key, f"{n} padded to {size}: {why}")
-
-    def _serve_exact(self, key: KeySteps, why: str) -> None:
+    def serve_exact(self, key: KeySteps, why: str) -> None:
+        """Padding would change what this key's steps give: its graphs serve their own size alone."""
         key.exact, key.why_exact = True, why
         self.remark(f"{key.text}: {why}; graphs are used at exactly their size only".removeprefix("-: "))
-
-    def _with_tail(self, key: KeySteps, size: int) -> Inputs | None:
-        padded = [given for given in self.inputs(key, size) if dict(given.real) != dict(given.padded)]
-        return padded[-1] if padded else None
-
-    def _shaken(self, key: KeySteps, given: Inputs | None) -> str:
-        if given is None:
-            return ""
-        large = sorted(set(key.written) - set(moderate(key.written)))
-        why = self._differs(key, given)
-        if large and not self.pad:
-            self.remark(
-                f"padding was not shaken: the step writes {large[0]}, which is too large to be put back, and no padding value is declared "
-                "that keeps padding rows from writing"
-            )
-            return why
-        with kept(key.written):
-            return why or rows_mix(key.call, key.module_call, given, key.arena, key.dims, self.pad)
-
-    def _differs(self, key: KeySteps, given: Inputs) -> str:
-        roundings = roundings_of(self.module)
-        return differs_from_module(key.call, key.module_call, given, key.arena, key.dims, key.written, roundings)
 
     def drop(self, key: KeySteps, mode: str, size: int, reason: str) -> None:
         captured = key.captured.pop((mode, size), None)

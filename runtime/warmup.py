@@ -16,6 +16,7 @@ from runtime.binding import Call
 from runtime.contract import Inputs, kept
 from runtime.dispatch import Candidates, Dispatcher, regret
 from runtime.measure import interleaved_ms
+from runtime.padding import check_padding, check_rows, find_written
 from runtime.plan import Plan, PlanRow
 from runtime.sizes import interval_weights
 from runtime.steps import KeySteps, Representative, Steps
@@ -109,9 +110,9 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     with own_state(steps.device), steps.pool.session(collect=not between_steps), ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
             key.expected, key.sets = (0, []), ((0, False), [])  # of other weights and inputs, maybe
-            steps.find_written(key, min(size for k, _, size in order if k is key))
+            find_written(steps, key, min(size for k, _, size in order if k is key))
             state.enter_context(kept(key.written))
-            steps.check_padding(key, [size for k, _, size in order if k is key])
+            check_padding(steps, key, [size for k, _, size in order if k is key])
         for done, (key, mode, size) in enumerate(order):
             what = f"{mode} at size {size}"
             if progress:
@@ -142,7 +143,7 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
                     steps.remark(f"{what} was dropped: it alone takes {grown} bytes of {reason}")
         for key in dict.fromkeys(key for key, _, _ in order):
             key.expected, key.sets = (0, []), ((0, False), [])
-            steps.check_rows(key)
+            check_rows(steps, key)
         steps.persistent.forget_changed_values()
     if progress:
         progress(len(order), len(order), "captured")
