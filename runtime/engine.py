@@ -10,7 +10,6 @@ thread; several streams of that thread may run interleaved.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +27,13 @@ from runtime.loading import Loaded, load
 from runtime.measure import CostTable
 from runtime.model import CausalLM
 from runtime.parallel import is_follower, join
+from runtime.prompts import Params, Prompt, prompts_with_params, token_ids
 from runtime.request import Request, RequestError, SamplingParams, TokenLogprob, TokenMask
 from runtime.runner import Launched, Runner
 from runtime.sampler import pack_mask
 from runtime.scheduler import Step, make_scheduler, table_rule
-from runtime.text import TextError, TextStream, Tokenizer
+from runtime.text import TextStream, Tokenizer
 
-Prompt = str | Sequence[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
 OnError = Literal["raise", "return"]
 
 
@@ -171,18 +169,10 @@ class Engine:
     ) -> list[Answer | Completion]:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error: expected "raise" or "return", got {on_error!r}')
-        if not isinstance(prompts, Iterable) or _is_token(prompts):
-            raise TypeError(f"prompts: expected a text, token ids, or several of either, got {prompts!r}")
-        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if given and _is_token(given[0]):
-            given = [given]  # one prompt alone
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(given)
-        elif len(params) != len(given):
-            raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(given)}), got {len(params)}")
+        given = prompts_with_params(prompts, params)
         answers: list[Answer | Completion] = []
         try:
-            for index, (prompt, each) in enumerate(zip(given, params, strict=True)):
+            for index, (prompt, each) in enumerate(given):
                 try:
                     answers += self.submit_samples(prompt, each, chat=chat, index=index, events=events, whole=whole)
                 except RequestError as error:
@@ -239,7 +229,7 @@ class Engine:
         whole: bool = False,
     ) -> list[Answer]:
         """Queue the ``n`` answers that ``params`` asks for; all but the first share its pages of the prompt. As ``submit`` otherwise."""
-        tokens = tuple(self._tokens(prompt, chat))
+        tokens = tuple(token_ids(prompt, self.tokenizer, self.model.spec.vocab, chat=chat))
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
@@ -353,31 +343,6 @@ class Engine:
         if self.metrics is not None:
             self.metrics.ended(answer.request.number, answer.request.finish_reason or "")
 
-    def _tokens(self, prompt: Prompt, chat: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the prompt is text, and this engine has no tokenizer; give token ids")
-            if not prompt:
-                raise RequestError("the prompt is empty: at least one token is needed")
-            try:
-                prompt = self.tokenizer.chat(prompt) if chat else self.tokenizer.encode(prompt)
-            except TextError as error:
-                raise RequestError(str(error)) from error
-        elif not isinstance(prompt, Iterable):
-            raise RequestError(f"expected a text or token ids, got {prompt!r}")
-        elif chat:
-            raise RequestError("chat takes texts, got token ids")
-        vocab = self.model.spec.vocab
-        tokens = []
-        for position, token in enumerate(prompt):
-            if not _is_token(token):
-                raise RequestError(f"prompt[{position}]: expected a token id, got {token!r}")
-            number = int(token)
-            if not 0 <= number < vocab:
-                raise RequestError(f"prompt[{position}]: expected a token id from 0 to {vocab - 1}, got {number}")
-            tokens.append(number)
-        return tokens
-
     def explain(self, decodes: int, chunk: int = 0, context: int | None = None) -> Decision:
         """How a step of ``decodes`` decoding requests and ``chunk`` tokens of a prompt would run, and why.
 
@@ -415,14 +380,3 @@ class Engine:
             "evicted_pages": self.scheduler.blocks.evictions,
             "modes": self.runner.steps.counts(),
         }
-
-
-def _is_token(value: Any) -> bool:
-    """Integers of every kind: Python's, numpy's, one-element tensors; no truth values."""
-    if isinstance(value, (bool, str)) or getattr(value, "ndim", 0) != 0:
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
