@@ -32,7 +32,7 @@ from bench.decode_step import check_modes, our_step, peer_runs
 from bench.harness import back_to_back_us, write_results
 from bench.random_steps import run_random_steps
 from bench.shapes import LLAMA_1B, TINY
-from runtime.capture import EagerCall
+from runtime.captured_step import EagerCall
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.graphed import graphed

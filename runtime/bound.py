@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.capture import CapturedStep, EagerCall, written_arguments
+from runtime.captured_step import CapturedStep, EagerCall
 from runtime.contract import RESTORED_BYTES, difference, same_bits
 from runtime.graph import CaptureError, Pool
+from runtime.op_arguments import written_arguments
 
 
 def prove_bound(step: CapturedStep, pool: Pool, static: Iterable[torch.Tensor], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Capture of one step as a list of segments, ``[graph | eager call]``, and their replay.
+"""Capture of one step as a list of segments, ``[graph | eager call]``.
 
 ``capture_step`` runs a callable once on fixed inputs. As one full graph, or piecewise: a dispatch mode meets each splitting op,
 ends the graph, runs the op, and begins the next graph. This reaches any capturable module and the stitched callable of
@@ -10,130 +10,24 @@ piece N, splitting op, persistent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from runtime.captured_step import Address, CapturedStep, EagerCall, Owner
 from runtime.emulator import EmulatedPool
 from runtime.graph import CaptureError, CudaPool, Graph, Pool, launching_into
-
-Owner = Literal["caller", "piece", "splitting op", "persistent", "held"]
+from runtime.op_arguments import named_tensors, short_name, storage_address, tensors_in, written_arguments
 
 
 def make_pool(device: torch.device) -> Pool:
     """The graph memory of a device: real on CUDA, emulated on the CPU."""
     return CudaPool(device) if device.type == "cuda" else EmulatedPool(device)
-
-
-@dataclass(frozen=True)
-class Address:
-    """One input of one segment: a row of the contract.
-
-    owner: caller (arena), piece (an earlier piece of this step), splitting op (written by it into memory of the piece before),
-    persistent (a parameter or buffer), held (any other tensor that existed before; the step keeps it alive).
-    """
-
-    segment: int
-    kind: str
-    input: str
-    owner: Owner
-    producer: str
-    address: int
-    verified: bool = False
-    proved_on: str = ""
-    """When, if the proof is that of an earlier start (runtime/proofs.py)."""
-
-
-@dataclass
-class EagerCall:
-    """A splitting op that runs between two graphs, with its arguments at fixed addresses."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    copies: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (output index, the buffer the next piece reads)
-    bound: Callable[[], object] | None = None
-    """Repeats the op's launches on these arguments, without the op's checks and the kernel launcher around them."""
-
-    @property
-    def kind(self) -> str:
-        return f"{self.op}{'' if self.bound is None else ', bound'}"
-
-    def runner(self) -> Callable[[], object]:
-        if self.bound is not None:
-            return self.bound
-        op, args, kwargs, copies = self.op, self.args, self.kwargs, self.copies
-        if copies:
-
-            def run() -> None:
-                outputs = _tensors(op(*args, **kwargs))
-                for index, target in copies:
-                    target.copy_(outputs[index])
-
-            return run
-        if kwargs:
-            return lambda: op(*args, **kwargs)
-        return lambda: op(*args)
-
-
-@dataclass
-class CapturedStep:
-    """A captured step. ``replay()`` runs it; ``output`` then holds the results, at addresses that never change.
-
-    Memory of the pool in ``output`` is lent: it is good while the step is, and until another graph of the pool runs.
-    """
-
-    segments: list[Graph | EagerCall]
-    output: Any
-    addresses: list[Address]
-    nbytes: int
-    mutated: frozenset[str]
-    """Inputs of the arena that the step writes into, as far as its ops declare."""
-    persistent: dict[str, torch.Tensor]
-    """Every tensor of the step that existed before, by name; kept alive so that no graph reads freed memory."""
-    written: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The persistent ones that the step writes into, as far as its ops declare."""
-    proved_on: str = ""
-    """When an earlier start proved it; "" if this one did."""
-    replay: Callable[[], object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        runs = [s.runner() if isinstance(s, EagerCall) else s.replayer() for s in self.segments if isinstance(s, EagerCall) or not s.empty]
-        self.replay = runs[0] if len(runs) == 1 else partial(_run_all, tuple(runs))
-
-    @property
-    def graphs(self) -> list[Graph]:
-        return [s for s in self.segments if not isinstance(s, EagerCall)]
-
-    def reset(self) -> None:
-        for graph in self.graphs:
-            graph.reset()
-        self.output, self.replay = None, _gone
-
-    def verified(self, proved_on: str = "") -> None:
-        """proved_on: when, if by an earlier start."""
-        self.proved_on = proved_on
-        self.addresses = [replace(a, verified=True, proved_on=proved_on) for a in self.addresses]
-
-    @property
-    def kinds(self) -> list[str]:
-        """What each segment is."""
-        return [s.kind if isinstance(s, EagerCall) else "empty graph" if s.empty else "graph" for s in self.segments]
-
-
-def _run_all(runs: tuple[Callable[[], object], ...]) -> None:
-    for run in runs:
-        run()
-
-
-def _gone() -> None:
-    raise CaptureError("replay of a step whose graphs were reset")
 
 
 def capture_step(
@@ -193,10 +87,10 @@ class _Capture:
         self.origins: dict[int, _Origin] = {}
         self.known = dict(persistent)
         for name, tensor in persistent.items():
-            self.origins.setdefault(_base(tensor), _Origin("persistent", name, -1))
+            self.origins.setdefault(storage_address(tensor), _Origin("persistent", name, -1))
         # the arena's inputs share one storage, so they are told apart by their own addresses
         self.callers = {tensor.data_ptr(): name for name, tensor in callers.items() if tensor.numel()}
-        self.caller_bases = {_base(tensor) for tensor in callers.values()}
+        self.caller_bases = {storage_address(tensor) for tensor in callers.values()}
         self.caller_starts = sorted(self.callers)
 
     # -- segments -------------------------------------------------------------------------------------------------------------
@@ -229,7 +123,7 @@ class _Capture:
             return op(*args, **kwargs)
         self.end()
         with _disable_current_modes():
-            self.observe(_short(op), op, args, kwargs, None, kind="split")
+            self.observe(short_name(op), op, args, kwargs, None, kind="split")
         pinned_args, pinned_kwargs = tree_map_only(torch.Tensor, self._hold, (args, kwargs))
         bind, output, bound = getattr(op, "bind", None), None, None
         if bind is None or op._schema.returns:
@@ -238,8 +132,8 @@ class _Capture:
             held = self.pool.workspace.nbytes()
             bound = bind(self.pool.workspace.call(), pinned_args, pinned_kwargs)
             self.other_bytes += self.pool.workspace.nbytes() - held
-        inputs = {_base(t) for t in _tensors((args, kwargs))}
-        new = [(i, t) for i, t in enumerate(_tensors(output)) if _base(t) not in inputs and t.numel()]
+        inputs = {storage_address(t) for t in tensors_in((args, kwargs))}
+        new = [(i, t) for i, t in enumerate(tensors_in(output)) if storage_address(t) not in inputs and t.numel()]
         if new and self.fresh == "refuse":
             raise CaptureError(
                 f"splitting op {op}: it returns new tensors, which land at another address in each step, while the next piece reads "
@@ -252,19 +146,19 @@ class _Capture:
         segment = len(self.segments)
         self.segments.append(call)
         for _, t in new:
-            self.origins[_base(t)] = _Origin("splitting op", f"{_short(op)} (copied)", segment)
+            self.origins[storage_address(t)] = _Origin("splitting op", f"{short_name(op)} (copied)", segment)
         for t in written_arguments(op, args, kwargs):
             self._wrote(t)
-            origin = self.origins.get(_base(t))
+            origin = self.origins.get(storage_address(t))
             if origin and origin.owner in ("piece", "splitting op"):
                 made = origin.producer.split("memory of ")[-1]
-                self.origins[_base(t)] = _Origin("splitting op", f"{_short(op)}; memory of {made}", segment)
+                self.origins[storage_address(t)] = _Origin("splitting op", f"{short_name(op)}; memory of {made}", segment)
         self.begin()
         return output
 
     def _hold(self, t: torch.Tensor) -> torch.Tensor:
         """The argument for later calls. Memory that a piece made stays in the pool, so it need not be kept allocated."""
-        origin = self.origins.get(_base(t))
+        origin = self.origins.get(storage_address(t))
         made_here = origin is not None and origin.segment >= 0 and "(copied)" not in origin.producer
         return self.pool.weak(t) if made_here and self.pool.owns(t) else t.detach()
 
@@ -288,12 +182,12 @@ class _Capture:
 
     def observe(self, name: str, op: Any, args: Any, kwargs: Any, output: Any, kind: str = "graph", names: Sequence[str] = ()) -> None:
         segment = len(self.segments)
-        for path, t in _named_tensors(op, args, kwargs, names):
+        for path, t in named_tensors(op, args, kwargs, names):
             if not t.numel():
                 continue
             origin = self._origin(t)
             if origin.segment != segment:
-                key = (segment, t.data_ptr() if origin.owner == "caller" else _base(t))
+                key = (segment, t.data_ptr() if origin.owner == "caller" else storage_address(t))
                 if key not in self.addresses or kind == "split":
                     label = path if kind == "split" else f"{name} {path}"
                     key = key if kind == "graph" else (segment, len(self.addresses))
@@ -304,13 +198,13 @@ class _Capture:
             return
         for t in written_arguments(op, args, kwargs):
             self._wrote(t)
-        inputs = {_base(t) for t in _tensors((args, kwargs))}
-        for t in _tensors(output):
-            if _base(t) not in inputs and t.numel():
-                self.origins[_base(t)] = _Origin("piece", f"piece {segment}, {name}", segment)
+        inputs = {storage_address(t) for t in tensors_in((args, kwargs))}
+        for t in tensors_in(output):
+            if storage_address(t) not in inputs and t.numel():
+                self.origins[storage_address(t)] = _Origin("piece", f"piece {segment}, {name}", segment)
 
     def _origin(self, t: torch.Tensor) -> _Origin:
-        base = _base(t)
+        base = storage_address(t)
         if base in self.caller_bases:
             return _Origin("caller", self._caller(t), -1)
         origin = self.origins.get(base)
@@ -361,49 +255,5 @@ class _Cutter(TorchDispatchMode):
         output = func(*args, **kwargs)
         if not self.capture.inside_piece:  # of a compiled piece only some ops pass here; it is observed as a whole
             with _disable_current_modes():
-                self.capture.observe(_short(func), func, args, kwargs, output)
+                self.capture.observe(short_name(func), func, args, kwargs, output)
         return output
-
-
-def _short(op: Any) -> str:
-    """``addmm`` for ``aten::addmm.default``, ``toy::mix`` for others."""
-    return str(op._schema.name).removeprefix("aten::") if hasattr(op, "_schema") else str(op)
-
-
-def _base(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr()
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [t for item in tree for t in _tensors(item)]
-
-
-def _named_tensors(op: Any, args: Any, kwargs: Any, names: Sequence[str] = ()) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensor arguments with the names of the op's schema, or with those given."""
-    names = [a.name for a in op._schema.arguments] if op is not None else names
-    for i, value in enumerate(args):
-        name = names[i] if i < len(names) else f"input {i}"
-        tensors = _tensors(value)
-        for j, t in enumerate(tensors):
-            yield (name if len(tensors) == 1 else f"{name}[{j}]"), t
-    for name, value in kwargs.items():
-        for t in _tensors(value):
-            yield name, t
-
-
-def written_arguments(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Arguments that the op's schema declares as written."""
-    if op is None or not op._schema.is_mutable:
-        return []
-    out: list[torch.Tensor] = []
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            out += _tensors(value)
-    return out

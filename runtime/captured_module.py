@@ -15,7 +15,7 @@ from runtime import sizes as sizing
 from runtime import start
 from runtime.binding import Binding, Call, Dynamic, key_text
 from runtime.calls import Route, illegal_layout, illegal_memory, illegal_shape, illegal_state
-from runtime.capture import Address
+from runtime.captured_step import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.plan import Plan

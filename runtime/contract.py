@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.arena import Arena
-from runtime.capture import CapturedStep, written_arguments
+from runtime.captured_step import CapturedStep
 from runtime.graph import CaptureError, Pool
+from runtime.op_arguments import written_arguments
 from runtime.outputs import OutputDims, cut_to_real
 
 Call = Callable[[Mapping[str, torch.Tensor]], Any]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from runtime import metrics
 from runtime.answer import Answer, Completion, Event
-from runtime.capture import Address
+from runtime.captured_step import Address
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.costs import StepCosts
 from runtime.dispatch import Decision

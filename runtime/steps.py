@@ -18,7 +18,8 @@ import torch
 from runtime.arena import Arena
 from runtime.binding import Binding, Call, key_text
 from runtime.bound import prove_bound
-from runtime.capture import CapturedStep, capture_step, make_pool
+from runtime.capture import capture_step, make_pool
+from runtime.captured_step import CapturedStep
 from runtime.config import RuntimeConfig
 from runtime.contract import Expected, Inputs, expect, kept, prove
 from runtime.graph import CaptureError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runtime import warmup
-from runtime.capture import EagerCall
+from runtime.captured_step import EagerCall
 from runtime.contract import same_bits
 from runtime.graph import CaptureError
 from runtime.graphed import GraphedModule

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from runtime.arena import Arena
-from runtime.capture import Address, CapturedStep, EagerCall, capture_step, make_pool
+from runtime.capture import capture_step, make_pool
+from runtime.captured_step import Address, CapturedStep, EagerCall
 from runtime.graph import CaptureError, Pool
 from runtime.inputs import Dim, InputSpec
 

@@ -269,7 +269,7 @@ def test_b016_fresh_result_between_pieces_is_refused_or_copied(device: torch.dev
 
 def test_b016_the_proof_sees_an_address_that_nobody_refills(device: torch.device) -> None:
     """A piece whose input is made by something that runs neither in a graph nor as a splitting op."""
-    from runtime.capture import EagerCall
+    from runtime.captured_step import EagerCall
     from runtime.contract import Inputs, prove
 
     module = toys.Layers(fresh=True).to(device)
