@@ -199,7 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("new", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "compare":
-        text, slower = compare(load(options.old), load(options.new))
+        try:
+            text, slower = compare(load(options.old), load(options.new))
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         print(text)
         if slower:
             print(f"{slower} of our benchmarks became more than {100 * (_SLOWER - 1):.0f}% slower", file=sys.stderr)

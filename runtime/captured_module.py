@@ -46,6 +46,9 @@ class CapturedModule(StandIn):
         self.borrow = borrow
         self._binding = Binding(module.forward, dynamic)
         self._size_names = frozenset(self._binding.size_names)
+        for name in bounds:
+            if name not in self._size_names:
+                raise ValueError(f"bounds: no dimension in dynamic is named {name!r}; there are {', '.join(sorted(self._size_names))}")
         self._settings: dict[str, Any] = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
         names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}

@@ -58,6 +58,8 @@ def graphed(
     borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises. Or
         the numbers of the outputs that graphs hand out as a ``Loan``, which costs nothing until it is taken; the others are copies.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}; a function can be the forward of one")
     return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
 
 

@@ -22,6 +22,8 @@ def prompts_with_params(prompts: Prompt | Iterable[Prompt], params: Params) -> l
         given = [given]  # one prompt alone
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(given)
+    elif not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise TypeError(f"params: expected SamplingParams or a list of them, one per prompt, got {params!r}")
     elif len(params) != len(given):
         raise ValueError(f"params: expected one SamplingParams or one per prompt ({len(given)}), got {len(params)}")
     return list(zip(given, params, strict=True))

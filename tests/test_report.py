@@ -157,6 +157,8 @@ def test_compare_finds_what_became_slower(tree: Path, capsys: pytest.CaptureFixt
     assert "| norm | y | tkernels | 2 | 1 | 0.500 | faster |" in text.out and "| w |" not in text.out
     assert "1 of our benchmarks became more than 5% slower" in text.err
     assert report.main(["compare", str(old), str(old)]) == 0
+    assert report.main(["compare", str(old), str(tree / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -291,6 +291,8 @@ def test_params_must_match_the_prompts(device: torch.device) -> None:
     engine = make_engine(device)
     with pytest.raises(ValueError, match=r"params: expected one SamplingParams or one per prompt \(2\), got 1"):
         engine.generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(TypeError, match=r"params: expected SamplingParams or a list of them, one per prompt, got \{'max_tokens': 2\}"):
+        engine.generate([[1]], {"max_tokens": 2})
 
 
 @pytest.mark.parametrize(

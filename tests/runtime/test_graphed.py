@@ -13,7 +13,7 @@ import torch
 from graph_toys import level_costs, make
 from torch import nn
 
-from runtime import warmup
+from runtime import graphed, warmup
 from runtime.contract import same_bits
 from runtime.outputs import Loan, StaleOutputError
 
@@ -227,6 +227,10 @@ def test_names_that_no_argument_has_are_refused(device: torch.device) -> None:
         make(toys.Layers().to(device), pad={"facter": 1}).warmup(ids, factor)
     with pytest.raises(ValueError, match="did you mean 'ids'"):
         make(toys.Layers().to(device), {"idz": 0}).warmup(ids, factor)
+    with pytest.raises(ValueError, match="bounds: no dimension in dynamic is named 'seq'; there are tokens"):
+        graphed(toys.Layers().to(device), {}, dynamic={"ids": 0, "factor": 0}, bounds={"seq": 3})
+    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got function"):
+        graphed(lambda x: x, {})
     with pytest.raises(ValueError, match="expected at least one argument and its token dimension"):
         make(toys.Layers().to(device), {"ids": {}})
 
