@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,10 +22,10 @@ from torch import fx
 from runtime.config import CompileConfig, ConfigError, RuntimeConfig
 from runtime.fxnodes import storage_key
 from runtime.overlap import Extent, overlaps
-from runtime.pieces import Guard, Launched, PieceError, alias_reason, compile_piece, concrete, inductor_available
-from runtime.program import Function, Program
+from runtime.pieces import PieceError, inductor_available
+from runtime.program import Function
 from runtime.signature import BindError, Dynamic, TraceError
-from runtime.split import count_calls, cut, never_called, resolve_ops
+from runtime.stitched import Input, Piece, Stitched
 from runtime.trace import Trace, add_guards, trace
 
 __all__ = [
@@ -42,35 +42,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-
-class Input(NamedTuple):
-    """An input of a piece. ``name``: argument path, dotted parameter name, or value of the graph; ``owner``: "caller",
-    "persistent", "size", "piece N" or "splitting op N"."""
-
-    name: str
-    owner: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One piece of a compiled step, in order of execution.
-
-    kind "graph": compiled code, may be captured. kind "split": one splitting op, runs between graphs.
-    mutates: names of inputs that it writes. fresh: outputs that a splitting op allocates itself, so at a new address each step.
-    same_as: index of the first piece with the same code. compiled: what made it. note: why it is not compiled, or "".
-    """
-
-    index: int
-    kind: Literal["graph", "split"]
-    op: str
-    inputs: tuple[Input, ...]
-    outputs: tuple[str, ...]
-    mutates: tuple[str, ...]
-    fresh: tuple[str, ...]
-    same_as: int
-    compiled: Literal["inductor", "eager"]
-    note: str
 
 
 OnPiece = Callable[[Piece, Function, tuple[Any, ...]], tuple[Any, ...]]
@@ -92,74 +63,6 @@ class CompileReport:
     notes: list[str] = field(default_factory=list)
 
 
-class _Stitched:
-    """A cut graph with one function per segment."""
-
-    def __init__(self, gm: fx.GraphModule, config: CompileConfig, owners: Sequence[Input] = ()) -> None:
-        """owners: who gives each input of the graph, as far as known."""
-        self.config = config
-        ops = resolve_ops(config.splitting_ops)
-        # split = "capture": one piece, which a capture cuts where the compiled code calls the splitting op
-        self.cut = cut(gm, ops if config.split != "capture" else ())
-        self.calls = count_calls(gm, ops)
-        self.program = Program(self.cut)
-        modes = [value.fake_mode for value in self.cut.values.values() if hasattr(value, "fake_mode")]
-        self.shape_env = modes[0].shape_env if modes else None
-        inductor = config.backend == "inductor"
-        self.names = {name: owner.name for name, owner in zip(self.cut.placeholders, owners, strict=False)}
-        self.reasons = [alias_reason(segment, self.names) if inductor and segment.kind == "graph" else "" for segment in self.cut.segments]
-        self.guards: list[Guard] = []
-        """Conditions on sizes that compiling the pieces has added."""
-        self.functions = [self._function(index, segment.input_values, self.shape_env) for index, segment in enumerate(self.cut.segments)]
-
-    def _function(self, index: int, values: list[Any], shape_env: Any) -> Function:
-        segment = self.cut.segments[index]
-        if not self._compiles(index):
-            return segment.module.forward
-        piece = compile_piece(segment, values, shape_env)
-        self.guards += piece.guards if shape_env is not None else []
-        number = sum(earlier.kind != "host" for earlier in self.cut.segments[:index])
-        inputs = tuple(self.names.get(name, name) for name in segment.inputs)
-        return Launched(piece, segment, f"piece {number}", inputs).function()
-
-    def _compiles(self, index: int) -> bool:
-        return self.config.backend == "inductor" and self.cut.segments[index].kind == "graph" and not self.reasons[index]
-
-    def for_sizes(self, sizes: Mapping[Any, int]) -> list[Function]:
-        """Functions compiled for these sizes alone (symbol → int)."""
-        made: list[Function] = []
-        for index, segment in enumerate(self.cut.segments):
-            if self._compiles(index):
-                with torch._subclasses.FakeTensorMode():
-                    values = [concrete(value, sizes) for value in segment.input_values]
-                made.append(self._function(index, values, None))
-            else:
-                made.append(self.functions[index])
-        return made
-
-    def pieces(self, owners: Sequence[Input]) -> tuple[Piece, ...]:
-        """The public table. owners: one per input of the graph."""
-        known = dict(zip(self.cut.placeholders, owners, strict=True))
-        first: dict[Any, int] = {}
-        table: list[Piece] = []
-        for position, segment in enumerate(self.cut.segments):
-            index = len(table)
-            if segment.kind != "host":
-                table.append(
-                    Piece(
-                        index, segment.kind, segment.op, tuple(known[name] for name in segment.inputs), segment.outputs,
-                        tuple(known[name].name for name in segment.mutates), segment.fresh, first.setdefault(segment.key, index),
-                        "inductor" if self._compiles(position) else "eager", self.reasons[position],
-                    )
-                )  # fmt: skip
-            who = {"graph": f"piece {index}", "split": f"splitting op {index}", "host": "host"}[segment.kind]
-            known.update({name: Input(name, who) for name in segment.outputs})
-        return tuple(table)
-
-    def notes(self) -> list[str]:
-        return never_called(self.calls) + [f"a piece is not compiled: {reason}" for reason in dict.fromkeys(self.reasons) if reason]
-
-
 class Compiled:
     """A module as one callable with the module's signature, stitched from pieces; made by ``compile_callable``.
 
@@ -174,7 +77,7 @@ class Compiled:
     ``bind`` against the dtype, shape and strides that were compiled.
     """
 
-    def __init__(self, found: Trace, stitched: _Stitched, report: CompileReport) -> None:
+    def __init__(self, found: Trace, stitched: Stitched, report: CompileReport) -> None:
         self.report = report
         self._trace, self._stitched = found, stitched
         self.pieces = stitched.pieces([Input(owner.name, owner.kind) for owner in found.owners])
@@ -319,8 +222,8 @@ def compile_callable(
     return compiled
 
 
-def _stitch(found: Trace, config: CompileConfig) -> _Stitched:
-    return _Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
+def _stitch(found: Trace, config: CompileConfig) -> Stitched:
+    return Stitched(found.gm, config, [Input(owner.name, owner.kind) for owner in found.owners])
 
 
 # ------------------------------------------------------------------------------------------------------ torch.compile's way
@@ -342,7 +245,7 @@ def tkernels_backend(
         raise RuntimeError(
             "the tkernels backend is inference-only: call the compiled module under torch.no_grad() or torch.inference_mode()"
         )
-    stitched = _Stitched(gm, config)
+    stitched = Stitched(gm, config)
     for note in stitched.notes():
         _log.warning("%s", note)
     program, functions = stitched.program, stitched.functions

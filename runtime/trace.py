@@ -13,7 +13,6 @@ import inspect
 import itertools
 import logging
 import operator
-import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.signature import Arguments, BindError, Dynamic, Leaf, TraceError
 from runtime.sources import Owner, SizeOut, owner_of, rebuilder, size_place
+from runtime.trace_errors import OwnLength, first_line, is_size_error, readable
 
 
 @dataclass
@@ -98,65 +98,16 @@ def trace(
             _refuse_data_dependent(found, own_lengths)
             return found
         except Exception as error:
-            if not _is_size_error(error):
-                raise _readable(error) from error
-            reason = f"the module's code looks at a size ({_first_line(error)})"
+            if not is_size_error(error):
+                raise readable(error) from error
+            reason = f"the module's code looks at a size ({first_line(error)})"
     try:
         found = _trace_once(module, arguments, values, unbacked=False)
         _refuse_data_dependent(found, True)
     except Exception as error:
-        raise _readable(error) from error
+        raise readable(error) from error
     found.notes.append(f"sizes 0 and 1 are not covered, pad 1 to 2: {reason}")
     return found
-
-
-def _is_size_error(error: BaseException) -> bool:
-    while error is not None:
-        if type(error).__name__ in (
-            "GuardOnDataDependentSymNode",
-            "PendingUnbackedSymbolNotFound",
-            "ConstraintViolationError",
-            "_OwnLength",
-        ):
-            return True
-        if "data-dependent" in str(error) or "unbacked" in str(error).lower():
-            return True
-        error = error.__cause__  # type: ignore[assignment]
-    return False
-
-
-def _first_line(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _readable(error: BaseException) -> Exception:
-    """The error that the user should see, from inside what Dynamo wraps around it."""
-    chain: list[BaseException] = []
-    walk: BaseException | None = error
-    while walk is not None and walk not in chain:
-        chain.append(walk)
-        walk = walk.__cause__ or walk.__context__
-    ours = next((link for link in chain if isinstance(link, TraceError | BindError)), None)
-    if ours is not None:
-        return ours
-    text = str(error)
-    where = [line.strip() for line in text.splitlines() if line.strip().strip("^~ ")]
-    if fixed := re.search(r"specialized it to be a constant \((\d+)\)", text):
-        return TraceError(
-            f"dynamic: the module's code fixes a size named there to {fixed[1]}, at: {where[-1]}. Take that dimension out of dynamic, "
-            "or do not use its value (a loop over it, int(), a shape written as a number)"
-        )
-    if "side effects" in text:
-        return TraceError(
-            "the module has side effects in Python: forward changes an attribute, a list or a global, which a captured step would not do "
-            'again. Return the value instead, or set compile.split = "capture" and compile.backend = "eager"'
-        )
-    return TraceError(
-        "the module does not trace into one graph: " + "\n".join(where)[:2000] + "\nChange the code that the message points at, or set "
-        'compile.split = "capture" and compile.backend = "eager", which need no trace'
-    )
 
 
 @contextlib.contextmanager
@@ -302,10 +253,6 @@ def _keep_symbols(found: Trace, size: torch.SymInt, place: tuple[int, int]) -> N
             found.symbols.setdefault(expr, place)
 
 
-class _OwnLength(TraceError):
-    """A slice whose length has a symbol of its own."""
-
-
 def _refuse_data_dependent(found: Trace, own_lengths: bool) -> None:
     """A size or a host value that comes from tensor data needs a read back, which no graph can hold."""
     given = set(found.symbols) | set(found.shape_env.unbacked_inputs)
@@ -321,7 +268,7 @@ def _refuse_data_dependent(found: Trace, own_lengths: bool) -> None:
                 f"the module reads a tensor's values to get a size or a number, at: {_user_line(node)}; a captured step cannot do that"
             )
         if fresh and not own_lengths:
-            raise _OwnLength(f"the length of a slice is a symbol of its own, at: {_user_line(node)}")
+            raise OwnLength(f"the length of a slice is a symbol of its own, at: {_user_line(node)}")
         given |= fresh
 
 

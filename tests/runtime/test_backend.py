@@ -786,7 +786,7 @@ def test_torch_compile_with_one_unknown_size_compiles_once():
     module = Stack(2)
     made = torch.compile(module, backend="tkernels", options=options(), fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    with torch.no_grad(), mock.patch("runtime.backend.cut", wraps=__import__("runtime.backend", fromlist=["cut"]).cut) as cuts:
+    with torch.no_grad(), mock.patch("runtime.stitched.cut", wraps=__import__("runtime.stitched", fromlist=["cut"]).cut) as cuts:
         for tokens in (8, 1, 0, 30):
             args = step(tokens)
             for arg in args:
