@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtime.plan import PlanRow
+from runtime.plan import NOISE, PlanRow
 
 Rule = Literal["cheapest", "fixed"]
 INF = float("inf")
@@ -41,7 +41,8 @@ class _Costs:
             row = by_size[size]
             here = [StepCost(ms, mode, size) for ms, mode in ((row.full_ms, "full"), (row.piecewise_ms, "piecewise")) if ms is not None]
             if rule == "cheapest":
-                best = min([*here, best], key=lambda cost: cost.ms)
+                own = min(here, key=lambda cost: cost.ms, default=best)
+                best = best if best.ms < own.ms * (1.0 - NOISE) else own
             elif here:
                 best = here[0]  # the nearest size, full where there is a full graph, whatever it costs
             self._captured.append(best)

@@ -1,8 +1,9 @@
 """Which captured step, if any, runs a batch: the cheapest legal candidate by measured cost, padding included.
 
 A candidate is a captured (mode, size), or eager at the batch's own size. Legal means: captured for the same key (the host values
-that a graph has frozen), and every named size fits. A key that was never captured runs eager and is counted. ``graph.pick = "nearest"``
-takes the smallest legal graph whatever it costs. Pure Python.
+that a graph has frozen), and every named size fits. Of candidates within the noise of a measurement the one that pads least is taken. A
+key that was never captured runs eager and is counted. ``graph.pick = "nearest"`` takes the smallest legal graph whatever it costs. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.measure import CostTable
+from runtime.plan import NOISE
 
 MODES = ("full", "piecewise", "eager")
 
@@ -196,18 +198,25 @@ class Dispatcher:
         legal.sort()
         _, mode, size = legal[0]
         ms = costs.get((key, mode, size))
+        reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
+        if ms is not None and not self.nearest:
+            close = [(s, other, m) for _, m, s in legal if (other := costs.get((key, m, s))) is not None and other * (1.0 - NOISE) <= ms]
+            if min(close)[0] < size:
+                size, ms, mode = min(close)
+                legal.sort(key=lambda each: each[1:] != (mode, size))
+                reason = f"within {NOISE:.0%} of the cheapest that fits, and pads less"
         if self.mode == "auto" and not self.nearest and ms is not None and eager_ms is not None and eager_ms <= ms:
             others += [Alternative(m, s, costs.get((key, m, s)), "slower than eager") for _, m, s in legal]
             return eager("cheaper than every graph that fits", others if not brief else [])
         if not brief:
             why = 'graph.pick = "nearest"' if self.nearest else "not the cheapest"
-            others = [Alternative(m, s, costs.get((key, m, s)), why) for _, m, s in legal[1:]] + others
+            others = [Alternative(m, s, other := costs.get((key, m, s)), why if not _below(other, ms) else "pads more")
+                      for _, m, s in legal[1:]] + others  # fmt: skip
             if eager_ms is not None:
                 why = f'graph.mode = "{self.mode}"' if self.mode != "auto" else why if self.nearest else "slower"
                 others.insert(0, Alternative("eager", n, eager_ms, why))
         if self.nearest:
             return Decision(mode, size, size - n, ms, 'graph.pick = "nearest": the smallest that fits', tuple(others), context)
-        reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
         return Decision(mode, size, size - n, ms, reason, () if brief else tuple(others), context)
 
     def eager_ms(self, key: str, n: int, context: int | None = None) -> float | None:
@@ -251,6 +260,10 @@ def _fits(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
 
 def _pads(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:
     return any(padded[name] != value for name, value in sizes.items())
+
+
+def _below(ms: float | None, other: float | None) -> bool:
+    return ms is not None and other is not None and ms < other
 
 
 def _order(ms: float | None, mode: str, size: int) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+NOISE = 0.01  # share by which two medians of the same step may differ: what is closer to the cheapest pads less instead
+
 
 @dataclass(frozen=True)
 class PlanRow:

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.costs import StepCosts
 from runtime.dispatch import Candidates, Dispatcher, regret
 from runtime.measure import CostTable, fingerprint, interleaved_ms
+from runtime.plan import PlanRow
 
 KEY = "max_query_len=1"
 
@@ -51,6 +53,22 @@ def pick(d: Dispatcher, tokens: int, seqs: int = 1) -> tuple[str, int]:
 def test_b040_a_larger_full_graph_that_is_cheaper_wins() -> None:
     d = dispatcher({("piecewise", 16): 2.0, ("full", 20): 1.0, ("full", 5): 0.9})
     assert pick(d, 15) == ("full", 20)
+
+
+def test_within_the_noise_of_a_measurement_the_pick_pads_least() -> None:
+    """9 rows at 4.970 ms are not run as 15 because those once took 4.946."""
+    costs = {("full", 9): 4.970, ("full", 15): 4.946, ("piecewise", 15): 4.95, ("full", 32): 6.0}
+    d = dispatcher(costs)
+    decision = d.decide(KEY, {"tokens": 9, "seqs": 1})
+    assert (decision.mode, decision.size, decision.ms) == ("full", 9, 4.970)
+    assert decision.reason == "within 1% of the cheapest that fits, and pads less"
+    reasons = {(a.mode, a.size): a.reason for a in decision.alternatives}
+    assert reasons == {("full", 15): "pads more", ("piecewise", 15): "pads more", ("full", 32): "not the cheapest"}
+    assert pick(dispatcher(costs | {("full", 15): 4.91}), 9) == ("full", 15), "by more than that it is"
+    row = {size: PlanRow("", size, None, None, ms, "", 0) for (mode, size), ms in costs.items() if mode == "full"}
+    assert StepCosts(list(row.values()), []).step(9, prompts=False).rows == 9
+    row[15] = PlanRow("", 15, None, None, 4.91, "", 0)
+    assert StepCosts(list(row.values()), []).step(9, prompts=False).rows == 15
 
 
 def test_the_nearest_size_wins_where_that_is_asked_for() -> None:
