@@ -80,6 +80,20 @@ def _by_peer(rows: list[dict[str, Any]], title: str) -> str:
     return markdown([title, *extra, *peers], body)
 
 
+def _of_policies(rows: list[dict[str, Any]]) -> str:
+    """Simulated traffic: a line for each rate and policy."""
+    header = ["rate", "policy", "goodput", "tokens/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "padding", "eager tokens", "running"]
+    body = []
+    for row in sorted(rows, key=lambda row: (row["rate"], row["policy"])):
+        ttft, itl = row["ttft_ms"], row["itl_ms"]
+        body.append([
+            f"{row['rate']:g}x", row["policy"], f"{row['goodput']:.1%}", f"{row['generated_tokens_per_s']:.0f}", f"{ttft['p50']:.1f}",
+            f"{itl['p50']:.2f}", f"{itl['p99']:.1f}", f"{row['padding']:.2%}", f"{row['tokens_by_mode']['eager']:.2%}",
+            f"{row['mean_running']:.1f}",
+        ])  # fmt: skip
+    return markdown(header, body)
+
+
 def script_table(name: str, folder: Path = RESULTS) -> str:
     """The rows of a results file that a script wrote: by peer where they have ``tflops`` or many ``us``, by ``name``, else as they are."""
     path = folder / f"{name}.json"
@@ -104,6 +118,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
                 table += "\n" + _by_peer(timed, "case, µs")
         elif rows and isinstance(rows[0].get("us"), dict):
             table = _by_peer(rows, "case")
+        elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
+            table = _of_policies(rows)
         elif rows and "name" in rows[0]:
             keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
             names = list(dict.fromkeys(row["name"] for row in rows))

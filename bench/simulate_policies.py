@@ -82,8 +82,18 @@ def main() -> None:
         rows.append(run("cost", arrivals, limit, arguments.costs))
     print(f"static keeps 90% up to {limit}x")
     if arguments.json:
-        note = "costs: " + rows[0]["costs"]
-        data = {"note": note, "trace": TRACE.name, "requests": len(arrivals), "configs": CONFIGS, "static_limit": limit, "rows": rows}
+        costs = json.loads(Path(arguments.costs).read_text()) if arguments.costs else {}
+        command = f"python bench/simulate_policies.py --requests {len(arrivals)}" + (f" --costs {arguments.costs}" if costs else "")
+        data = {
+            "machine": costs.get("machine", {"gpu": rows[0]["costs"]}),
+            "command": command,
+            "unit": "Simulated",
+            "trace": TRACE.name,
+            "requests": len(arrivals),
+            "configs": CONFIGS,
+            "static_limit": limit,
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -57,6 +57,18 @@ def test_serving_rows_compare_policies_and_simulator(tmp_path: Path, capsys: pyt
     assert "| 2x | static | simulator |" in text and "Microseconds" not in text and "NVIDIA H200" in text
 
 
+def test_rows_of_simulated_policies(tmp_path: Path) -> None:
+    row = {
+        "policy": "cost", "rate": 2.0, "goodput": 0.9875, "generated_tokens_per_s": 1681.4, "ttft_ms": {"p50": 40.6},
+        "itl_ms": {"p50": 5.34, "p99": 27.0}, "padding": 0.0195, "tokens_by_mode": {"eager": 0.0}, "mean_running": 17.5,
+    }  # fmt: skip
+    data = {"machine": {"gpu": "NVIDIA H200"}, "command": "python some.py", "unit": "Simulated", "rows": [row, row | {"rate": 1.0}]}
+    (tmp_path / "some.json").write_text(json.dumps(data))
+    lines = report.script_table("some", tmp_path).splitlines()
+    assert lines[2].startswith("| 1x | cost |") and lines[3] == "| 2x | cost | 98.8% | 1681 | 40.6 | 5.34 | 27.0 | 1.95% | 0.00% | 17.5 |"
+    assert "Simulated. NVIDIA H200" in lines[-1]
+
+
 def test_rows_of_a_script_with_times_by_peer(tmp_path: Path) -> None:
     rows = [
         {"case": "1 x 1024", "us": {"ours": 9.0, "sdpa": 7.9}, "floor_us": 0.94},
