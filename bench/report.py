@@ -80,6 +80,18 @@ def _by_peer(rows: list[dict[str, Any]], title: str) -> str:
     return markdown([title, *extra, *peers], body)
 
 
+def _of_starts(rows: list[dict[str, Any]]) -> str:
+    """What captured steps cost the host: a line for each mode and batch."""
+    facts = {"call_us": "a call", "adds_us": "it adds", "staged_adds_us": "staged adds", "sweep_us": "the sweep", "per_piece_us": "a piece"}
+    header = ["mode", "batch", *facts.values(), "all graphs, MiB", "their capture, s"]
+    body = []
+    for row in (row for row in rows if row["what"] == "start-up"):
+        graphs = [_plain(row["graph_mib"]), _plain(row["graph_only_s"])]
+        for batch in (key for key in row if key.startswith("batch ")):
+            body.append([row["mode"], batch.removeprefix("batch "), *(_plain(row[batch][fact]) for fact in facts), *graphs])
+    return markdown(header, body)
+
+
 def _of_policies(rows: list[dict[str, Any]]) -> str:
     """Simulated traffic: a line for each rate and policy."""
     header = ["rate", "policy", "goodput", "tokens/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "padding", "eager tokens", "running"]
@@ -118,6 +130,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
                 table += "\n" + _by_peer(timed, "case, µs")
         elif rows and isinstance(rows[0].get("us"), dict):
             table = _by_peer(rows, "case")
+        elif rows and rows[0].get("what") == "start-up":
+            table = _of_starts(rows)
         elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
             table = _of_policies(rows)
         elif rows and "name" in rows[0]:

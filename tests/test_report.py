@@ -57,6 +57,24 @@ def test_serving_rows_compare_policies_and_simulator(tmp_path: Path, capsys: pyt
     assert "| 2x | static | simulator |" in text and "Microseconds" not in text and "NVIDIA H200" in text
 
 
+def test_rows_of_starts(tmp_path: Path) -> None:
+    times = {"call_us": 52.4, "adds_us": 46.4, "staged_adds_us": 48.5, "sweep_us": 16.3, "per_piece_us": 6.02}
+    rows = [
+        {
+            "what": "start-up",
+            "mode": "full",
+            "graph_mib": 90.0,
+            "graph_only_s": 1.86,
+            "batch 1": times,
+            "batch 8": times | {"call_us": 54.3},
+        },
+        {"what": "regret", "skipped": "no time"},
+    ]
+    (tmp_path / "some.json").write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "command": "python some.py", "rows": rows}))
+    lines = report.script_table("some", tmp_path).splitlines()
+    assert lines[3] == "| full | 8 | 54.30 | 46.40 | 48.50 | 16.30 | 6.02 | 90.00 | 1.86 |" and "regret" not in lines[4]
+
+
 def test_rows_of_simulated_policies(tmp_path: Path) -> None:
     row = {
         "policy": "cost", "rate": 2.0, "goodput": 0.9875, "generated_tokens_per_s": 1681.4, "ttft_ms": {"p50": 40.6},
