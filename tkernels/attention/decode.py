@@ -92,14 +92,15 @@ def decode(
 
 
 def _units(x: Inputs) -> tuple[int, bool]:
-    """(what all strides of q and of the caches are multiples of: 8 or 1, whether all three can be copied by 16 bytes).
+    """(what all strides of q and of the caches are passed in multiples of, whether all three can be copied by 16 bytes).
 
-    Triton itself knows multiples of 16 only, which the heads of dimension 72 or 136 are not.
+    Triton itself knows multiples of 16 only, which the heads of dimension 72 or 136 are not: those are passed as eighths.
     """
     tensors = (x.q, x.k_cache, x.v_cache)
     strides = [s for t in tensors for s in t.stride()[:-1]]
-    unit = 8 if all(s % 8 == 0 and s < 2**31 for s in strides) else 1  # an int32 eighth must not overflow when it is multiplied
-    return unit, (unit == 8 or all(s % 16 == 0 for s in strides)) and all(t.data_ptr() % 16 == 0 for t in tensors)
+    known = all(s % 16 == 0 for s in strides)
+    unit = 8 if not known and all(s % 8 == 0 and s < 2**31 for s in strides) else 1  # an int32 eighth must not overflow multiplied
+    return unit, (known or unit == 8) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def decode_of_mixed(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
