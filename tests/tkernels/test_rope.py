@@ -9,6 +9,7 @@ import torch
 from oracle import FP8, assert_as_exact_as_reference, assert_close_to_exact, column_slice, to_double
 
 import tkernels
+from tkernels import _repeats, _rope_kernels
 from tkernels.rope import rope_and_cache_ref, rope_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -214,6 +215,20 @@ def test_row_does_not_depend_on_the_batch(device: torch.device) -> None:
         assert torch.equal(one[0], q_whole[i])
         for a, w in zip(alone, whole, strict=True):
             assert torch.equal(a.flatten(0, 1)[i], w.flatten(0, 1)[i])
+
+
+def test_bits_do_not_depend_on_how_many_heads_a_program_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for each block of heads where tokens are few, one for all heads of a token where they are many."""
+    q, k, v = _qkv(3, 9, 5, 300, torch.float32, device)  # blocks of 2 heads: 5 and 3
+    positions, slots, cos_sin = torch.tensor([3, 5, 7], device=device), torch.tensor([0, 9, 17], device=device), _table(8, 64, device)
+    results = []
+    for programs in (1024, 0):
+        monkeypatch.setattr(_rope_kernels, "_PROGRAMS", programs)
+        _repeats.forget()
+        caches = _caches(5, 300, torch.float32, device)
+        results.append((tkernels.rope_and_cache(q, k, v, positions, cos_sin, *caches, slots), *caches))
+    for few, many in zip(*results, strict=True):
+        assert torch.equal(few, many)
 
 
 def test_no_heads_left_after_a_split(device: torch.device) -> None:

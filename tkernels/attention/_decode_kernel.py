@@ -238,7 +238,7 @@ def decode_kernel(
             if HAS_WINDOW:
                 visible = visible & (offs_k[:, None] > position[None, :] - window)
         logits = tl.where(visible, logits, float("-inf"))
-        m_new = tl.maximum(m1, tl.ceil(tl.max(logits, 0)))  # whole numbers: see the head of this file
+        m_new = tl.maximum(m1, tl.ceil(tl.max(logits, 0)))  # whole numbers: decode.py says why
         m_base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
         p = tl.math.exp2(logits - m_base[None, :])
         a = tl.math.exp2(m1 - m_base)[None, :]

@@ -45,14 +45,9 @@ def decode(
     """Write the rows of every sequence with ``min_queries`` to ``queries`` query tokens; with min_queries 1 also zeros into the rows of
     no sequence.
 
-    queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
+    inputs: of at least one sequence. queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
     """
     x = inputs
-    if x.num_seqs == 0:  # rows of no sequence
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-        return
     target = target_of(out.device)
     kv_heads, group = x.kv_heads, x.heads // x.kv_heads
     if tiles is None:

@@ -10,9 +10,9 @@ import torch
 import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_values import attend
-from tkernels.attention._inputs import check_inputs
+from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import DecodeTiles, _entry, _table, decode_tiles
-from tkernels.attention.decode import decode
+from tkernels.attention.decode import QUERY_LEN, _units, decode
 
 
 def part(case: Case, first: int, last: int, max_query_len: int | None = None) -> Case:
@@ -120,14 +120,16 @@ def test_bits_of_a_row_do_not_depend_on_its_batch(device):
     assert torch.equal(pair, out[: starts[2]])
 
 
+def checked(case: Case) -> Inputs:
+    names = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "k_scale": None, "v_scale": None, "v_factor": 1.0}
+    return check_inputs(*case.tensors, case.keywords["scale"], *(case.keywords.get(name, default) for name, default in names.items()))
+
+
 def shared_out(case: Case, programs: int, queries: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode of the case in that many ranges a multiprocessor and KV head; 0: in one range."""
     out = torch.full_like(case.q, float("nan"))
     lse = torch.full(case.q.shape[:2], float("nan"), device=case.q.device)
-    names = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "k_scale": None, "v_scale": None, "v_factor": 1.0}
-    rest = (case.keywords.get(name, default) for name, default in names.items())
-    inputs = check_inputs(*case.tensors, case.keywords["scale"], *rest)
-    decode(inputs, out, lse, queries, DecodeTiles(block_n=16, programs_per_sm=programs, num_warps=4, num_stages=2))
+    decode(checked(case), out, lse, queries, DecodeTiles(block_n=16, programs_per_sm=programs, num_warps=4, num_stages=2))
     return out, lse
 
 
@@ -139,6 +141,47 @@ def test_bits_do_not_depend_on_how_the_work_is_shared(device):
     check(case, *results[0])
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_the_two_launches_beside_prompts_share_out_the_rows(device):
+    """That for 2 to 8 query tokens writes no other row, that for one the rest of the short ones and the rows of no sequence."""
+    case = make_case([40, 33, 0, 20, 70], [1, 3, 1, 12, 8], heads=9, kv_heads=1, dim=16, extra_rows=2, device=device)
+    inputs, whole = checked(case), torch.full_like(case.q, float("nan"))
+    decode(inputs, whole, None, QUERY_LEN)
+    several, single = torch.full_like(whole, float("nan")), torch.full_like(whole, float("nan"))
+    decode(inputs, several, None, QUERY_LEN, min_queries=2)
+    decode(inputs, single, None, 1)
+    row = torch.arange(len(whole), device=device)
+    of_several, of_prompt = ((row >= 1) & (row < 4)) | ((row >= 17) & (row < 25)), (row >= 5) & (row < 17)
+    assert torch.equal(~several.isnan().any((1, 2)), of_several)
+    assert torch.equal(~single.isnan().any((1, 2)), ~of_several & ~of_prompt)
+    both = torch.where(of_several[:, None, None], several, single)
+    assert torch.equal(both[~of_prompt], whole[~of_prompt]) and whole[of_prompt].isnan().all()
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [5, 1]])
+def test_bits_do_not_depend_on_the_unit_of_the_strides(query_lens, device):
+    case = make_case([40, 70], query_lens, heads=4, kv_heads=2, dim=24, device=device)
+    expected, _ = attend(case)
+    assert _units(checked(case))[0] == 8
+    case.q, case.k_cache, case.v_cache = (
+        torch.nn.functional.pad(x, (0, 1), value=float("nan"))[..., :24] for x in (case.q, case.k_cache, case.v_cache)
+    )
+    assert _units(checked(case))[0] == 1
+    out, _ = attend(case)
+    assert torch.equal(out, expected)
+
+
+def test_units_of_strides() -> None:
+    """An int32 eighth of a stride is multiplied by 8 in the kernel: strides beyond int32 are passed as they are."""
+    case = make_case([4], [1], heads=2, kv_heads=2, dim=16, page_size=4)
+    case.q, k = case.q.bfloat16(), torch.zeros(8 * 16 + 8, dtype=torch.bfloat16)
+    for page_stride, offset, want in (
+        (128, 0, (8, True)), (2**31 - 8, 0, (8, True)), (2**31, 0, (1, True)), (2**31 + 8, 0, (1, False)), (132, 0, (1, False)),
+        (128, 4, (8, False)),
+    ):  # fmt: skip
+        case.k_cache = case.v_cache = k.as_strided((1, 4, 2, 16), (page_stride, 32, 16, 1), offset)
+        assert _units(checked(case)) == want, (page_stride, offset)
 
 
 @pytest.fixture
@@ -220,6 +263,11 @@ def test_blocks_of_keys_are_the_same_in_every_bucket(arch: str) -> None:
         for itemsize in (1, 2, 4):
             tiles = [decode_tiles(arch, dim, itemsize, rows, seqs) for rows in (1, 8, 16, 17, 128) for seqs in (1, 47, 48, 8192)]
             assert len({(t.block_n, t.num_warps) for t in tiles}) == 1, (dim, itemsize)
+
+
+@pytest.mark.parametrize(("rows", "seqs", "stages"), [(8, 47, 3), (8, 48, 4), (9, 48, 3), (16, 8192, 3), (17, 48, 2)])
+def test_tables_tell_rows_and_sequences_apart(rows: int, seqs: int, stages: int) -> None:
+    assert decode_tiles("sm_90", 128, 2, rows, seqs).num_stages == stages
 
 
 def test_every_entry_of_the_tables_is_reached() -> None:

@@ -5,7 +5,7 @@ A program (one per multiprocessor) is six roles that work on a stream of tiles, 
 - the scheduler (one warp) takes tiles from an atomic counter, writes what the others must know about each into shared memory and
   loads its queries; so no other role divides, searches or reads lengths;
 - two loaders (one warp each) stream the K and the V blocks of the tile through rings of stages by TMA, last block first;
-- the cleaner (one warp) zeroes the rows of V past a sequence's length before the consumers see them;
+- the cleaner (one warp) zeroes the rows of V that no query of the tile may see, before the consumers multiply them;
 - two consumers (four warps each) compute 64 rows each: softmax of one block while the P · V of the block before runs.
 
 The stream ends with a tile of no blocks, all of whose words are zero. By then every load has been waited for by who uses it, and
