@@ -13,7 +13,8 @@ from tkernels.attention._common import FP8
 
 _MAX_DIM = 256
 _MAX_PAGE = 256
-_MAX_SEQS = 8192  # a program holds all lengths in registers: 64 a thread
+MAX_SEQS = 8192  # a program holds all lengths in registers: 64 a thread
+_MAX_KEYS = 1 << 30  # of a sequence: positions, windows and blocks that are read ahead stay within int32
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -27,7 +28,7 @@ class Inputs(NamedTuple):
     cu_seqlens_q: torch.Tensor
     scale: float
     causal: bool
-    window: int  # 0: none
+    window: int  # 0: none; at most _MAX_KEYS, beyond which no key lies
     softcap: float  # 0: none
     sinks: torch.Tensor | None
     k_scale: torch.Tensor | None
@@ -95,12 +96,16 @@ def check_inputs(
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache: expected {k_cache.dtype} like k_cache, got {v_cache.dtype}")
     num_seqs = seq_lens.shape[0] if seq_lens.dim() == 1 else -1
-    if not 0 <= num_seqs <= _MAX_SEQS:
-        raise ValueError(f"seq_lens: expected [seqs] with at most {_MAX_SEQS} sequences, got {list(seq_lens.shape)}")
+    if not 0 <= num_seqs <= MAX_SEQS:
+        raise ValueError(f"seq_lens: expected [seqs] with at most {MAX_SEQS} sequences, got {list(seq_lens.shape)}")
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] != num_seqs + 1:
         raise ValueError(f"cu_seqlens_q: expected [{num_seqs + 1}], one more than seq_lens, got {list(cu_seqlens_q.shape)}")
     if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
         raise ValueError(f"block_table: expected [{num_seqs}, max_pages], a row per sequence, got {list(block_table.shape)}")
+    if block_table.shape[1] * page_size > _MAX_KEYS:
+        raise ValueError(
+            f"block_table: expected rows of at most {_MAX_KEYS} keys, got {block_table.shape[1]} pages of {page_size}; pass fewer columns"
+        )
     for name, index in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
         if index.dtype != torch.int32:
             raise TypeError(f"{name}: expected int32, got {_checks.describe(index)}")
@@ -127,7 +132,7 @@ def check_inputs(
     # fp8 is multiplied in fp16, which holds every e4m3 value exactly
     compute = _COMPUTE[torch.float16 if fp8 and q.dtype != torch.float32 else q.dtype]
     return Inputs(
-        q, k_cache, v_cache, seq_lens, cu_seqlens_q, scale, causal, window, softcap, sinks,
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, scale, causal, min(window, _MAX_KEYS), softcap, sinks,
         k_scale, v_scale, v_factor, _scale_stride("k_scale", k_scale, kv_heads), _scale_stride("v_scale", v_scale, kv_heads),
         heads, kv_heads, dim, page_size, num_seqs, block_table.shape[1] * page_size, compute, fp8 and q.dtype != torch.float32,
         k_cache.stride() == v_cache.stride(), *((block_table, block_table.stride(0)) if block_table.shape[1] else (seq_lens, 0)),

@@ -80,6 +80,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if k.shape[0] * _row_stride("k", k) + k.shape[2] >= 2**31:
         raise ValueError(f"k: expected fewer than 2**31 tokens between its first and last row, got {list(k.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if _PAGE * x.stride(2) >= 2**31:
+            raise ValueError(f"{name}: expected {_PAGE} tokens to span fewer than 2**31 elements, got strides {list(x.stride())}")
 
 
 def _inputs(

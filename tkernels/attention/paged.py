@@ -53,6 +53,8 @@ def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: tor
     _checks.check_shape(name, x, shape, "like q")
     _checks.check_dtype(name, x, dtype, "for this q")
     _checks.check_device(name, x, q, "q")
+    if x.shape[1] * x.stride(1) >= 1 << 31:  # kernels count from a token's first head in int32
+        raise ValueError(f"{name}: expected the heads of a token to span fewer than 2**31 elements, got strides {list(x.stride())}")
 
 
 def _functional(
@@ -158,7 +160,8 @@ def paged_attention(
 
     q: [tokens, heads, dim] fp16, bf16 or fp32, any strides with the last 1; dim 1 to 256; heads a multiple of kv_heads.
     k_cache, v_cache: [pages, page_size, kv_heads, dim] like q, or float8_e4m3fn; any strides with the last 1; page_size 1 to 256.
-    block_table: [seqs, max_pages] int32, page ids; entries past a sequence's last page are not read.
+    block_table: [seqs, max_pages] int32, page ids; entries past a sequence's last page are not read;
+        max_pages · page_size at most 2**30.
     seq_lens: [seqs] int32, keys of each sequence, its query tokens included; 0 marks a padding row: zero output, LSE -inf.
         Cut at ``max_pages · page_size`` in the kernel, since the host cannot see it without a sync.
     cu_seqlens_q: [seqs + 1] int32, where each sequence's query tokens start; rows past the last value come out zero.
@@ -198,7 +201,8 @@ def paged_attention_out(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """``paged_attention`` into ``out`` [tokens, heads, dim] like q (last stride 1) and, if given, ``lse`` [tokens, heads] fp32.
+    """``paged_attention`` into ``out`` [tokens, heads, dim] like q (last stride 1, a token's heads within 2**31 elements) and, if given,
+    ``lse`` [tokens, heads] fp32.
 
     Every element of both is written. This is the default splitting op: the piece before it allocates ``out``.
     """

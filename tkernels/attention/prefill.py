@@ -127,7 +127,7 @@ def _prefill_kernel(
         head_m = head * GROUP + offs_m % GROUP
         mask_m = (token_m < query_len) & (offs_m < TOKENS * GROUP)
         rows = (first_row + token_m).to(tl.int64)
-        q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m[:, None] * stride_qh + offs_d[None, :]
+        q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
         q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         if HAS_K_SCALE:
             scale *= tl.load(k_scale_ptr + head * stride_ks_h)

@@ -16,7 +16,7 @@ from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
 from tkernels.attention._common import LOG2_E
-from tkernels.attention._inputs import Inputs
+from tkernels.attention._inputs import MAX_SEQS, Inputs
 
 ENABLED = True  # False (and tkernels._repeats.forget()): calls made or captured from then on go to prefill.py, to compare the two
 _TILE = 128  # query tokens of a tile, as in the kernel
@@ -83,6 +83,8 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
         return f"page size {x.page_size}: expected one of {', '.join(map(str, _PAGES))}"
     if x.k_scale is not None or x.v_scale is not None:
         return "scales on the device: expected numbers or none for a cache of the queries' type"
+    if MAX_SEQS * x.stride_table >= 1 << 31:  # a tile carries where its row of the table begins, in int32
+        return f"block_table: a row stride of {x.stride_table}, expected fewer than {(1 << 31) // MAX_SEQS}"
     for name, tensor in (("q", x.q), ("k_cache", x.k_cache), ("v_cache", x.v_cache), ("out", out)):
         problem = _tma_problem(tensor)
         if problem:

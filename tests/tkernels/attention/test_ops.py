@@ -79,6 +79,7 @@ def test_b095_heads_must_divide(heads, kv_heads, device):
         ({"v_cache": lambda t: t[:2]}, ValueError, "v_cache: expected .* like k_cache"),
         ({"seq_lens": lambda t: t.long()}, TypeError, "seq_lens: expected int32"),
         ({"block_table": lambda t: t[:1]}, ValueError, r"block_table: expected \[3, max_pages\]"),
+        ({"block_table": lambda t: t[:, :1].expand(-1, 2**28 + 1)}, ValueError, "block_table: expected rows of at most 1073741824 keys"),
         ({"cu_seqlens_q": lambda t: t[:-1]}, ValueError, r"cu_seqlens_q: expected \[4\]"),
         ({"scale": lambda _: -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
         ({"window": lambda _: 0}, ValueError, "window: expected None or a number of keys of at least 1, got 0"),
@@ -108,6 +109,9 @@ def test_errors_name_the_argument(change, error, message, reference, device):
 
 def test_out_must_fit(device):
     case = _small(device)
+    wide = torch.empty(1, device=device).as_strided((0, 2, 16), (1, 2**30, 1))
+    with pytest.raises(ValueError, match="out: expected the heads of a token to span fewer than"):
+        tkernels.paged_attention_out(case.q[:0], *case.tensors[1:], **case.keywords, out=wide)
     for out, lse, error, message in (
         (torch.empty(3, 2, 16), None, ValueError, "out: expected"),
         (torch.empty_like(case.q).half(), None, TypeError, "out: expected float32"),

@@ -97,6 +97,8 @@ def test_padded_attention_refuses(device: torch.device) -> None:
         padded_attention(q, k, k[:, :, :4], scale=1.0)
     with pytest.raises(ValueError, match="v: expected its rows to lie like k's"):
         padded_attention(q, k, k.transpose(1, 2).contiguous().transpose(1, 2), scale=1.0)
+    with pytest.raises(ValueError, match="k: expected 128 tokens to span fewer than"):
+        padded_attention(q[:1], *[k.as_strided((1, 2, 1, 16), (0, 16, 2**24, 1))] * 2, scale=1.0)
     with pytest.raises(TypeError, match="k: expected float32 like q"):
         padded_attention(q, k.half(), k.half(), scale=1.0)
     with pytest.raises(ValueError, match="window: expected None or a number of keys of at least 1, got 0"):

@@ -37,8 +37,9 @@ def call(page_size: int = 16, dim: int = 64, dtype: torch.dtype = torch.bfloat16
     q = torch.zeros((32, 4, dim), dtype=dtype)
     cache = torch.zeros((4, page_size, 2, dim), dtype=dtype)
     arguments: dict[str, Any] = dict(q=q, k_cache=cache, v_cache=cache.clone(), window=0, softcap=0.0, k_scale=None) | keywords
+    table = arguments.get("block_table", torch.zeros((1, 2), dtype=torch.int32))
     return check_inputs(
-        arguments["q"], arguments["k_cache"], arguments["v_cache"], torch.zeros((1, 2), dtype=torch.int32),
+        arguments["q"], arguments["k_cache"], arguments["v_cache"], table,
         torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), 0.1, True, arguments["window"],
         arguments["softcap"], None, arguments["k_scale"], None, 1.0,
     )  # fmt: skip
@@ -58,6 +59,7 @@ def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: call(page_size=48), "page size 48"),
         (lambda: call(dtype=torch.float32), "float32 queries"),
         (lambda: call(k_scale=torch.ones(1)), "scales"),
+        (lambda: call(block_table=torch.zeros(2, dtype=torch.int32).as_strided((1, 2), (1 << 18, 1))), "block_table: a row stride"),
         (lambda: call(q=torch.zeros((32, 4, 66), dtype=torch.bfloat16)[..., :64]), r"q: strides \[264, 66, 1\]"),
         (lambda: call(q=torch.zeros(32 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(32, 4, 64)), "q: its address"),
         (lambda: call(k_cache=torch.zeros((1, 16, 2, 64), dtype=torch.bfloat16).expand(4, -1, -1, -1)), "k_cache: strides"),

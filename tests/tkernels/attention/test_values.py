@@ -25,7 +25,7 @@ def verify(*args, **keywords) -> None:
     check(case, *attend(case))
 
 
-@pytest.mark.parametrize("dim", [16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256])
+@pytest.mark.parametrize("dim", [1, 16, 32, 36, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256])
 def test_b096_head_dims(dim, device):
     verify([9, 20], [1, 12], heads=2, kv_heads=1, dim=dim, device=device)
 
@@ -151,6 +151,16 @@ def test_b088_causal_is_lower_right(device):
 def test_b083_window_that_starts_after_whole_blocks(device):
     """Rows of one tile whose windows begin in different blocks: some see nothing of the tile's first blocks."""
     verify([61, 61, 61], [40, 8, 1], heads=2, kv_heads=1, dim=16, device=device, window=2)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**63 - 1])
+def test_a_window_that_means_none(window, device):
+    """Before the first key by so much that 32 bits do not hold it: decode and prefill, with more queries than keys and without keys."""
+    case = make_case([0, 3, 0, 5, 40, 33], [1, 8, 5, 12, 1, 9], heads=2, kv_heads=1, dim=16, device=device)
+    expected = attend(case)
+    case.keywords["window"] = window
+    for got, want in zip(attend(case), expected, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_b088_more_queries_than_keys_gives_empty_rows(device):
