@@ -161,11 +161,11 @@ def test_the_two_launches_beside_prompts_share_out_the_rows(device):
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 1]])
 def test_bits_do_not_depend_on_the_unit_of_the_strides(query_lens, device):
-    case = make_case([40, 70], query_lens, heads=4, kv_heads=2, dim=24, device=device)
+    case = make_case([40, 70], query_lens, heads=4, kv_heads=2, dim=8, device=device)
     expected, _ = attend(case)
     assert _units(checked(case))[0] == 8
     case.q, case.k_cache, case.v_cache = (
-        torch.nn.functional.pad(x, (0, 1), value=float("nan"))[..., :24] for x in (case.q, case.k_cache, case.v_cache)
+        torch.nn.functional.pad(x, (0, 1), value=float("nan"))[..., :8] for x in (case.q, case.k_cache, case.v_cache)
     )
     assert _units(checked(case))[0] == 1
     out, _ = attend(case)
@@ -173,12 +173,12 @@ def test_bits_do_not_depend_on_the_unit_of_the_strides(query_lens, device):
 
 
 def test_units_of_strides() -> None:
-    """An int32 eighth of a stride is multiplied by 8 in the kernel: strides beyond int32 are passed as they are."""
+    """Eighths only where there are no sixteenths. An int32 eighth is multiplied by 8 in the kernel: strides beyond int32 are passed whole."""
     case = make_case([4], [1], heads=2, kv_heads=2, dim=16, page_size=4)
     case.q, k = case.q.bfloat16(), torch.zeros(8 * 16 + 8, dtype=torch.bfloat16)
     for page_stride, offset, want in (
-        (128, 0, (8, True)), (2**31 - 8, 0, (8, True)), (2**31, 0, (1, True)), (2**31 + 8, 0, (1, False)), (132, 0, (1, False)),
-        (128, 4, (8, False)),
+        (128, 0, (1, True)), (136, 0, (8, True)), (2**31 - 8, 0, (8, True)), (2**31, 0, (1, True)), (2**31 + 8, 0, (1, False)),
+        (132, 0, (1, False)), (128, 4, (1, False)), (136, 4, (8, False)),
     ):  # fmt: skip
         case.k_cache = case.v_cache = k.as_strided((1, 4, 2, 16), (page_stride, 32, 16, 1), offset)
         assert _units(checked(case)) == want, (page_stride, offset)
