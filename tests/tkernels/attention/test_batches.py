@@ -173,7 +173,7 @@ def test_bits_do_not_depend_on_the_unit_of_the_strides(query_lens, device):
 
 
 def test_units_of_strides() -> None:
-    """Eighths only where there are no sixteenths. An int32 eighth is multiplied by 8 in the kernel: strides beyond int32 are passed whole."""
+    """Eighths only where there are no sixteenths. An int32 eighth is multiplied by 8 in the kernel: those beyond int32 are passed whole."""
     case = make_case([4], [1], heads=2, kv_heads=2, dim=16, page_size=4)
     case.q, k = case.q.bfloat16(), torch.zeros(8 * 16 + 8, dtype=torch.bfloat16)
     for page_stride, offset, want in (
