@@ -56,7 +56,7 @@ def decode(
     unit, copied = _units(x)
     # From 16 columns on triton takes wgmma, and 3.6 gets it wrong where keys come through registers: converted ones, and those that it
     # cannot copy asynchronously because it does not know that they lie on 16 bytes.
-    block_m = min(32, max(8, next_power_of_2(rows))) if copied and not x.normalise_q else 8
+    block_m = min(32, max(8, next_power_of_2(rows))) if copied and x.k_cache.dtype == x.q.dtype else 8
     row_tiles = cdiv(rows, block_m)
     block_d = max(16, next_power_of_2(x.dim))
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (kv_heads * row_tiles))

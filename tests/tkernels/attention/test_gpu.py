@@ -64,6 +64,13 @@ def test_bits_of_every_table_entry(dim, dtype):
     bits_alone_and_in_a_batch([1] * 50, dim=dim, dtype=dtype)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fp8_cache_under_fp32_queries(dim):
+    case = make_case([1000, 33, 0, 700, 129, 2000], [1, 4, 1, 8, 2, 300], **{**SHAPE, "dim": dim, "dtype": torch.float8_e4m3fn})
+    case.q = case.q.float()
+    check(case, *attend(case))
+
+
 @pytest.mark.parametrize("query_lens", [[1] * 24, [1, 4, 8, 2] * 6, [1, 3, 200, 1, 9, 64] * 4], ids=["decode", "several", "mixed"])
 def test_bits_alone_and_in_a_batch(query_lens):
     case, out = bits_alone_and_in_a_batch(query_lens)
