@@ -83,9 +83,10 @@ def main() -> None:
     print(f"static keeps 90% up to {limit}x")
     if arguments.json:
         costs = json.loads(Path(arguments.costs).read_text()) if arguments.costs else {}
+        machine = costs.get("machine", {"gpu": rows[0]["costs"]})
         command = f"python bench/simulate_policies.py --requests {len(arrivals)}" + (f" --costs {arguments.costs}" if costs else "")
         data = {
-            "machine": costs.get("machine", {"gpu": rows[0]["costs"]}),
+            "machine": {name: f"{value} (costs)" if name == "commit" else value for name, value in machine.items()},
             "command": command,
             "unit": "Simulated",
             "trace": TRACE.name,

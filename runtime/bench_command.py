@@ -61,6 +61,8 @@ def prepare(arguments: argparse.Namespace, config: RuntimeConfig) -> Run:
             table, checks = table_of(data, table_rule(config), "the steps just timed", data["captured"]), data["check"]
             if arguments.save_costs:
                 Path(arguments.save_costs).write_text(json.dumps(data, indent=1) + "\n")
+        # Which graph serves a step is for the engine's dispatcher to say, in the simulator too: so both pad alike.
+        table = table.served_by(engine.runner.pick)
         plan = engine.plan
         report: dict[str, Any] = {
             "trace": Path(arguments.trace).name, "seconds": arguments.seconds, "scale": arguments.scale,

@@ -252,6 +252,13 @@ class CapturedModule(StandIn):
             illegal = illegal or illegal_layout(call.tensors)
         return self._dispatcher.decide(key_text(call.host), call.sizes, illegal, context=context)
 
+    def pick(self, sizes: Mapping[str, int], *, context: int | None = None, **host: Any) -> Decision:
+        """What serves a step of these named sizes and host values, without its tensors. context: as for ``at``. Counts nothing."""
+        if self._steps is None or self._dispatcher is None:
+            raise RuntimeError("pick: nothing is captured yet; call warmup first")
+        text = next((key.text for key in self._steps.keys.values() if {name: value for name, _, value in key.host} == host), str(host))
+        return self._dispatcher.pick(text, sizes, context=context)
+
     def addresses(self) -> dict[str, list[Address]]:
         """The contract as captured: for each key and mode, at its largest size, every input of every segment."""
         largest: dict[tuple[str, str], tuple[int, Captured]] = {}

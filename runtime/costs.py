@@ -7,16 +7,19 @@ A table is made of a plan's rows (measured on the device, ``python -m runtime pl
 
 from __future__ import annotations
 
+import copy
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtime.plan import NOISE, PlanRow
+from runtime.plan import PlanRow, between, choose
 
 Rule = Literal["cheapest", "fixed"]
+Pick = Callable[[int, bool], tuple[str, int]]
+"""(tokens of a step, whether chunks of prompts are in it) -> the mode and the size that serve it."""
 INF = float("inf")
 
 
@@ -34,43 +37,47 @@ class _Costs:
     def __init__(self, rows: Sequence[PlanRow], rule: Rule) -> None:
         by_size = {row.size: row for row in rows}
         self.sizes = sorted(by_size)
-        self._eager = [(size, ms) for size in self.sizes if (ms := by_size[size].eager_ms) is not None]
+        self._eager = {size: ms for size in self.sizes if (ms := by_size[size].eager_ms) is not None}
+        self._graphs = {
+            (mode, size): ms for size, row in by_size.items() for mode, ms in (("full", row.full_ms), ("piecewise", row.piecewise_ms))
+            if ms is not None
+        }  # fmt: skip
         self._captured: list[StepCost] = []
+        self._least: list[float] = []  # that any graph of this size or above costs, which eager must not exceed
+        fitting: list[tuple[float, str, int]] = []
         best = StepCost(INF, "eager", 0)
         for size in reversed(self.sizes):
-            row = by_size[size]
-            here = [StepCost(ms, mode, size) for ms, mode in ((row.full_ms, "full"), (row.piecewise_ms, "piecewise")) if ms is not None]
-            if rule == "cheapest":
-                own = min(here, key=lambda cost: cost.ms, default=best)
-                best = best if best.ms < own.ms * (1.0 - NOISE) else own
-            elif here:
-                best = here[0]  # the nearest size, full where there is a full graph, whatever it costs
+            here = [(self._graphs[mode, size], mode, size) for mode in ("full", "piecewise") if (mode, size) in self._graphs]
+            if here:  # "fixed" takes the nearest size, full where there is a full graph, whatever it costs
+                fitting += here
+                best = StepCost(*(choose(fitting) if rule == "cheapest" else here[0]))
             self._captured.append(best)
+            self._least.append(min(fitting, default=(INF,))[0])
         self._captured.reverse()
+        self._least.reverse()
         self.captured = [size for size, cost in zip(self.sizes, self._captured, strict=True) if cost.rows == size]
         self._rule = rule
-        self._known: dict[int, StepCost] = {}
 
     def cost(self, tokens: int) -> StepCost:
-        known = self._known.get(tokens)
-        if known is None:
-            index = bisect_left(self.sizes, tokens)
-            known = self._captured[index] if index < len(self.sizes) else StepCost(INF, "eager", 0)
-            if self._rule == "cheapest" or known.ms == INF:
-                eager = StepCost(self._eager_ms(tokens), "eager", tokens)
-                known = eager if eager.ms < known.ms else known
-            self._known[tokens] = known
-        return known
+        index = bisect_left(self.sizes, tokens)
+        eager = StepCost(self._eager_ms(tokens), "eager", tokens)
+        if index == len(self.sizes) or self._captured[index].ms == INF:
+            return eager
+        return self._captured[index] if self._rule == "fixed" or eager.ms > self._least[index] else eager
+
+    def cost_of(self, mode: str, size: int) -> StepCost:
+        """Of a graph that the table does not have: what the rule takes for such a step."""
+        ms = self._eager_ms(size) if mode == "eager" else self._graphs.get((mode, size))
+        return StepCost(self.cost(size).ms if ms is None else ms, mode, size)
 
     def _eager_ms(self, tokens: int) -> float:
-        """On the line through the measured neighbours; past the largest, on the last line."""
-        points = self._eager
-        if len(points) < 2:
-            return points[0][1] if points else INF
-        index = min(max(bisect_left(points, (tokens, 0.0)), 1), len(points) - 1)
-        (x0, y0), (x1, y1) = points[index - 1], points[index]
-        slope = max(0.0, (y1 - y0) / (x1 - x0))
-        return y1 + slope * (tokens - x1) if tokens > x1 else max(y0, y1 - slope * (x1 - tokens))
+        """Between the measured neighbours; past the largest, on the last line, if that rises."""
+        *_, low, high = [0, 0, *self._eager]
+        if low and tokens > high:
+            slope = (self._eager[high] - self._eager[low]) / (high - low)
+            return self._eager[high] + max(0.0, slope) * (tokens - high)
+        ms = between(self._eager, tokens)
+        return INF if ms is None else ms
 
 
 class StepCosts:
@@ -93,23 +100,31 @@ class StepCosts:
         self._decode, self._mixed = _Costs(decode, rule), _Costs(mixed, rule)
         self.kv_ms, self.pair_ms, self.source = kv_ms, pair_ms, source
         self.num_pages: int | None = None  # of the engine that the costs were measured in
-        self._known_ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        self._pick: Pick | None = None
+        self._known: tuple[dict[int, StepCost], dict[int, StepCost]] = ({}, {})
+        self.sizes = self._mixed.captured
+        """Captured sizes for steps with prompts: where a step has no padding."""
+
+    def served_by(self, pick: Pick) -> StepCosts:
+        """The same costs of steps whose mode and size ``pick`` says, as an engine's dispatcher does, and not the rule. A graph that the
+        table has no cost of costs what the rule takes for a step of its size."""
+        other = copy.copy(self)
+        other._pick, other._known = pick, ({}, {})
+        steps = [(size, other.step(size, True)) for size in self._mixed.sizes]
+        other.sizes = [size for size, cost in steps if cost.mode != "eager" and cost.rows == size]
+        return other
 
     def step(self, tokens: int, prompts: bool) -> StepCost:
         """A step of so many tokens, with chunks of prompts in it or without."""
-        return (self._mixed if prompts else self._decode).cost(tokens)
+        known = self._known[prompts]
+        cost = known.get(tokens)
+        if cost is None:  # the scheduler asks for the same few thousand sizes again and again
+            costs = self._mixed if prompts else self._decode
+            cost = known[tokens] = costs.cost(tokens) if self._pick is None else costs.cost_of(*self._pick(tokens, prompts))
+        return cost
 
     def ms(self, tokens: int, prompts: bool) -> float:
-        known = self._known_ms[prompts]
-        ms = known.get(tokens)
-        if ms is None:  # the scheduler asks for the same few thousand sizes again and again
-            ms = known[tokens] = self.step(tokens, prompts).ms
-        return ms
-
-    @property
-    def sizes(self) -> list[int]:
-        """Captured sizes for steps with prompts: where a step has no padding."""
-        return self._mixed.captured
+        return self.step(tokens, prompts).ms
 
     @property
     def measured(self) -> list[int]:
@@ -157,13 +172,11 @@ def resampled(rows: Sequence[PlanRow], captured: Mapping[str, Sequence[int] | Li
     kind = rows[0].key
     found = {row.size: PlanRow(kind, row.size, row.eager_ms, None, None, "", 0) for row in rows if row.eager_ms is not None}
     for mode, sizes in captured.items():
-        points = sorted((row.size, ms) for row in rows if (ms := getattr(row, f"{mode}_ms")) is not None)
-        for size in [at for at, _ in points] if sizes == "auto" else sizes:
-            if points and size <= points[-1][0]:
-                index = bisect_left(points, (size, 0.0))
-                (x0, y0), (x1, y1) = points[max(index - 1, 0)], points[index]
-                ms = y1 if x1 == x0 else max(y0 + (y1 - y0) * (size - x0) / (x1 - x0), min(y0, y1))
-                found[size] = replace(found.get(size, PlanRow(kind, size, None, None, None, "", 0)), **{f"{mode}_ms": ms})
+        points = dict(sorted((row.size, ms) for row in rows if (ms := getattr(row, f"{mode}_ms")) is not None))
+        for size in points if sizes == "auto" else sizes:
+            if size <= max(points, default=0):
+                cost: dict[str, Any] = {f"{mode}_ms": between(points, size)}
+                found[size] = replace(found.get(size, PlanRow(kind, size, None, None, None, "", 0)), **cost)
     return sorted(found.values(), key=lambda row: row.size)
 
 

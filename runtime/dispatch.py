@@ -8,14 +8,13 @@ Python.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.measure import CostTable
-from runtime.plan import NOISE
+from runtime.plan import NOISE, between, choose
 
 MODES = ("full", "piecewise", "eager")
 
@@ -197,17 +196,17 @@ class Dispatcher:
             )
         legal.sort()
         _, mode, size = legal[0]
-        ms = costs.get((key, mode, size))
+        ms = least = costs.get((key, mode, size))
         reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
         if ms is not None and not self.nearest:
-            close = [(s, other, m) for _, m, s in legal if (other := costs.get((key, m, s))) is not None and other * (1.0 - NOISE) <= ms]
-            if min(close)[0] < size:
-                size, ms, mode = min(close)
+            chosen = choose([(other, m, s) for _, m, s in legal if (other := costs.get((key, m, s))) is not None])
+            if chosen[2] < size:
+                ms, mode, size = chosen
                 legal.sort(key=lambda each: each[1:] != (mode, size))
                 reason = f"within {NOISE:.0%} of the cheapest that fits, and pads less"
-        if self.mode == "auto" and not self.nearest and ms is not None and eager_ms is not None and eager_ms <= ms:
+        if self.mode == "auto" and not self.nearest and least is not None and eager_ms is not None and eager_ms <= least:
             others += [Alternative(m, s, costs.get((key, m, s)), "slower than eager") for _, m, s in legal]
-            return eager("cheaper than every graph that fits", others if not brief else [])
+            return eager("no graph that fits is cheaper", others if not brief else [])
         if not brief:
             why = 'graph.pick = "nearest"' if self.nearest else "not the cheapest"
             others = [Alternative(m, s, other := costs.get((key, m, s)), why if not _below(other, ms) else "pads more")
@@ -221,11 +220,11 @@ class Dispatcher:
 
     def eager_ms(self, key: str, n: int, context: int | None = None) -> float | None:
         """Eager cost at n, straight between the measured sizes."""
-        return _between(self.table.at(key, "eager", self.table.bucket(context)), n)
+        return between(self.table.at(key, "eager", self.table.bucket(context)), n)
 
     def graph_ms(self, key: str, size: int) -> float:
         """What a graph of this size would cost: the cheapest mode, straight between the measured sizes; the size if none was."""
-        costs = [ms for mode in ("full", "piecewise") if (ms := _between(self.table.at(key, mode), size)) is not None]
+        costs = [ms for mode in ("full", "piecewise") if (ms := between(self.table.at(key, mode), size)) is not None]
         return min(costs, default=float(size))
 
     def stats(self) -> dict[str, Any]:
@@ -240,18 +239,6 @@ class Dispatcher:
             "unknown_keys": dict(self.unknown_keys),
             "eager_reasons": dict(self.eager_reasons),
         }
-
-
-def _between(measured: Mapping[int, float], n: int) -> float | None:
-    """Linear interpolation; the nearest value outside the measured range."""
-    if not measured:
-        return None
-    xs = list(measured)
-    i = bisect_left(xs, n)
-    if i == 0 or i == len(xs):
-        return measured[xs[min(i, len(xs) - 1)]]
-    low, high = xs[i - 1], xs[i]
-    return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
 
 
 def _fits(sizes: Mapping[str, int], padded: Mapping[str, int]) -> bool:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-NOISE = 0.01  # share by which two medians of the same step may differ: what is closer to the cheapest pads less instead
+NOISE = 0.01  # share by which two medians of the same step may differ
+
+
+def choose(costs: Sequence[tuple[float, str, int]]) -> tuple[float, str, int]:
+    """Of (ms, mode, size) the cheapest; among those within ``NOISE`` of it the smallest size, which pads least, in its cheapest mode."""
+    least = min(costs)[0]
+    return min((cost for cost in costs if cost[0] * (1.0 - NOISE) <= least), key=lambda cost: (cost[2], cost[0], cost[1]))
+
+
+def between(measured: Mapping[int, float], n: int) -> float | None:
+    """Linear interpolation; the nearest value outside the measured range."""
+    if not measured:
+        return None
+    xs = list(measured)
+    i = bisect_left(xs, n)
+    if i == 0 or i == len(xs):
+        return measured[xs[min(i, len(xs) - 1)]]
+    low, high = xs[i - 1], xs[i]
+    return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
 
 
 @dataclass(frozen=True)

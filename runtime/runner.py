@@ -263,6 +263,12 @@ class Runner:
         keys = {"decode": "max_query_len=1", "mixed": f"max_query_len={self.max_batch_tokens}"}
         return {kind: [row for row in rows if row.key == key] for kind, key in keys.items()}
 
+    def pick(self, tokens: int, prompts: bool) -> tuple[str, int]:
+        """Mode and size that serve a step of so many tokens at the usual context, with chunks of prompts in it or without."""
+        sizes = {"tokens": tokens, "seqs": min(tokens, self.max_num_seqs)}
+        decision = self.steps.pick(sizes, max_query_len=self.max_batch_tokens if prompts else 1)
+        return decision.mode, decision.size
+
     def _representative(self, size: int, key: Mapping[str, Any], context: int | None = None) -> tuple[tuple[()], dict[str, Any]] | None:
         """A step of ``size`` tokens as traffic makes them: all decode, or up to half of them decode beside chunks of prompts.
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import runtime.step_costs
+from runtime.bench_command import _predict
 from runtime.cli import main
 from runtime.config import ConfigError
-from runtime.costs import table_of
+from runtime.costs import StepCosts, table_of
 from runtime.engine import Engine
 from runtime.outputs import taken
 from runtime.request import SamplingParams
@@ -233,13 +234,38 @@ def test_a_staged_step_begins_when_its_inputs_are_sent(engine: Engine, monkeypat
     assert "launch" not in vars(engine.runner), "nothing stays behind"
 
 
-def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_serves_a_step_is_what_the_dispatcher_says(engine: Engine) -> None:
+    engine.runner.steps._dispatcher.table.ms.update({("max_query_len=1", "full", 1): 1e-6})  # type: ignore[union-attr]
+    engine.runner.steps._dispatcher.changed()  # type: ignore[union-attr]
+    assert engine.runner.pick(1, False) == ("full", 1)
+    for decodes, chunk in ((1, 0), (3, 0), (2, 2), (0, 8), (0, 20)):
+        said = engine.explain(decodes, chunk)
+        assert engine.runner.pick(decodes + chunk, chunk > 0) == (said.mode, said.size)
+    before = engine.counts()["modes"]["step_sizes"]
+    engine.runner.pick(3, False)
+    assert engine.counts()["modes"]["step_sizes"] == before, "asking counts no step"
+
+
+def test_bench_prints_engine_and_simulator_and_writes_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picked: list[list[bool]] = []
+
+    def predict(engine: Engine, config: Any, table: StepCosts, *more: Any) -> dict[str, Any]:
+        steps = [(n, prompts) for n in range(1, 33) for prompts in (False, True) if prompts or n <= 4]
+        picked.append([table.step(*step)[1:] == engine.runner.pick(*step) for step in steps])
+        return _predict(engine, config, table, *more)
+
+    monkeypatch.setattr("runtime.bench_command._predict", predict)
     config, costs, report = tmp_path / "engine.toml", tmp_path / "costs.json", tmp_path / "report.json"
     sections = {name: "\n".join(f"{key} = {json.dumps(value)}" for key, value in section.items()) for name, section in CONFIG.items()}
     config.write_text("\n".join(f"[{name}]\n{text}" for name, text in sections.items()))
     with reference_ops():
         assert main(["plan", "--config", str(config), "--json", str(costs)]) == 0
         assert "check: 1 decodes + 0 prompt tokens" in capsys.readouterr().out
+        table = json.loads(costs.read_text())
+        table["decode"][0] |= {"full_ms": 1e3, "piecewise_ms": 1e3, "eager_ms": 1e3}  # by this table alone one token would be run as four
+        costs.write_text(json.dumps(table))
         common = ["bench", "--config", str(config), "--trace", str(TRACE)]
         options = ["--scale", "0.02", "--requests", "8", "--rate", "20", "30", "--costs", str(costs), "--json", str(report)]
         code = main([*common, *options])
@@ -247,6 +273,7 @@ def test_bench_prints_engine_and_simulator_and_writes_both(tmp_path: Path, capsy
     assert code == 0, captured.err
     for words in ("engine", "simulator", "goodput", "tokens by mode", "median time between tokens: the simulator says"):
         assert words in captured.out
+    assert [all(each) for each in picked] == [True, True], "the simulator pads as the engine does"
     data = json.loads(report.read_text())
     assert [run["rate"] for run in data["runs"]] == [20.0, 30.0]
     for run in data["runs"]:
