@@ -172,6 +172,26 @@ def test_bits_do_not_depend_on_the_unit_of_the_strides(query_lens, device):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("extra", [0, 8, 4])
+@pytest.mark.parametrize("page_stride", [2**30, 2**31])
+def test_b098_pages_past_32_bits(page_stride, extra, device):
+    """The last page begins at 2**31 elements, in every unit of the strides: decode, several query tokens and prefill."""
+    pages = 2**31 // page_stride + 1
+    case = make_case([8 * (pages - 1)], [12], heads=2, kv_heads=1, dim=16, dtype=torch.float16, device=device)
+    size = (pages, 8, 1, 16)
+    store = torch.empty((pages - 1) * (page_stride + extra) + 8 * 16, dtype=torch.float16, device=device)  # mostly untouched
+    near = torch.randn(size, device=device).half()
+    far = store.as_strided(size, (page_stride + extra, 16, 16, 1)).copy_(near)
+    case.block_table = torch.arange(1, pages, dtype=torch.int32, device=device).flip(0)[None]
+    for query_len in (1, 3, 9):
+        one = part(case, 0, 1)
+        one.q, one.cu_seqlens_q = case.q[:query_len], torch.tensor([0, query_len], dtype=torch.int32, device=device)
+        one.k_cache = one.v_cache = far
+        out, _ = attend(one)
+        one.k_cache = one.v_cache = near
+        check(one, out)
+
+
 def test_units_of_strides() -> None:
     """Eighths only where there are no sixteenths. An int32 eighth is multiplied by 8 in the kernel: those beyond int32 are passed whole."""
     case = make_case([4], [1], heads=2, kv_heads=2, dim=16, page_size=4)

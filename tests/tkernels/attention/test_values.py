@@ -153,6 +153,17 @@ def test_b083_window_that_starts_after_whole_blocks(device):
     verify([61, 61, 61], [40, 8, 1], heads=2, kv_heads=1, dim=16, device=device, window=2)
 
 
+def test_b101_heads_of_queries_past_32_bits(device):
+    """As in [heads, tokens, dim] of a very long prompt: head 2 begins 2**31 elements after head 0."""
+    case = make_case([20, 33], [12, 1], heads=3, kv_heads=1, dim=16, dtype=torch.float16, device=device)
+    wide = torch.empty(2**31 + 13 * 16, dtype=torch.float16, device=device).as_strided(case.q.shape, (16, 2**30, 1))  # mostly untouched
+    case.q = wide.copy_(case.q)
+    out = torch.full(wide.shape, float("nan"), dtype=wide.dtype, device=device)
+    tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out)
+    case.q = case.q.contiguous()
+    check(case, out)
+
+
 @pytest.mark.parametrize("window", [2**31 - 1, 2**63 - 1])
 def test_a_window_that_means_none(window, device):
     """Before the first key by so much that 32 bits do not hold it: decode and prefill, with more queries than keys and without keys."""
