@@ -279,8 +279,7 @@ class Engine:
         """Take in the oldest step in flight."""
         step, launched = self._flying.popleft()
         with self._failing(step):
-            tokens = self.runner.read(launched)
-        logprobs = self.runner.read_logprobs(launched)
+            tokens, logprobs = self.runner.read(launched), self.runner.read_logprobs(launched)
         answers, totals = self._answers, self._totals
         totals["steps"] += 1
         totals["prompt_tokens"] += sum([count for _, _, count, _, generated in step.rows if count > 1 or generated == 0])

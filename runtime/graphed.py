@@ -202,9 +202,9 @@ class GraphedModule(CapturedModule):
                 dispatcher.memo.clear()
             if plain:
                 dispatcher.memo[known_by] = ready
-        if torch.is_autocast_enabled(ready.device_type):
-            return None
         arena = ready.arena
+        if illegal_state(arena.device):
+            return None
         with self._lock:  # not between another thread's writing and sending, which would bring this step's buffer to the device
             arrays = arena.hand_out(ready.layout).heads
             return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out))

@@ -152,6 +152,9 @@ def test_dispatch_modes_see_the_modules_own_operators(device: torch.device) -> N
         assert type(fast(fakes.from_tensor(x))).__name__ == "FakeTensor"
         assert "dispatch mode" in fast.explain(fakes.from_tensor(x)).reason
     assert torch.allclose(fast(x), module(x)) and sum(fast.stats()["steps"]["full"].values()) == 3
+    for context in (FlopCounterMode(display=False), torch.autocast(device.type, dtype=torch.bfloat16), nullcontext()):
+        with context:
+            assert (fast.stage({"tokens": 4}) is not None) == isinstance(context, nullcontext)
 
 
 def test_a_sparse_argument_is_the_modules_own_affair() -> None:
