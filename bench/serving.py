@@ -82,7 +82,7 @@ def rows(work: Path) -> list[dict[str, Any]]:
                     row["device idle"] = None if idle is None else f"{idle:.2%}"
                     row["decision µs p50"] = f"{run['host']['decide_us']['p50']:.0f}"
                 found.append(row)
-    return sorted(found, key=lambda row: (row["rate"], list(POLICIES).index(row["policy"])))
+    return sorted(found, key=lambda row: (float(row["rate"][:-1]), list(POLICIES).index(row["policy"])))
 
 
 def _figures(report: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ text or an integer, by default the line's number; ``params`` are sampling parame
 Output: one object a line, in the order in which they are ready: ``{"id": …, "answers": [{"text", "token_ids", "finish_reason"}]}``, with
 "logprobs" if they were asked for, or ``{"id": …, "error": …}`` for a prompt that cannot be served. A line is written whole and at once,
 so the file can be read at any time and after a kill. A run that finds such a file goes on behind it: ids that are in it are left out,
-and half a line at its end is cut off. A line draws by its own number where it gives no seed, so that a resumed run gives the same.
+and half a line at its end is cut off. A line draws by its own number where it gives no seed, so that a resumed run draws the same.
 """
 
 from __future__ import annotations

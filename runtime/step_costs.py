@@ -25,6 +25,7 @@ from runtime.runner import Runner
 _CONTEXT, _SHORT, _LONG = 1024, 256, 4096  # tokens of context: of the bases, and of the slopes
 _DECODES_BESIDE = 16  # decodes in a step with a chunk, at most half of it
 _POINT_MS = 30.0  # a point is timed for about so long
+_ALWAYS = 4  # sizes that are timed whatever the budget: the smallest and the largest, of decode and with prompts
 _MODES = ("eager", "piecewise", "full")
 
 Progress = Callable[[int, int, str], None]
@@ -36,8 +37,8 @@ def measure_steps(
     """Time the steps of a runner that has been warmed up. Returns what ``costs.load_table`` reads.
 
     "check" in it: a few steps of other compositions, measured beside what the table says of them. "captured": what graphs there are, by
-    kind and mode. budget_s: no further size is timed after so many seconds (0: all are); which come first is chosen so that those left
-    out lie evenly between those timed, and "not_timed" counts them.
+    kind and mode. budget_s: no further size is timed after so many seconds (0: all are), but the smallest and the largest always;
+    which come first is chosen so that those left out lie evenly between those timed, and "not_timed" counts them.
     """
     if not budget_s >= 0:
         raise ValueError(f"budget_s: expected 0 or more seconds, got {budget_s}")
@@ -59,7 +60,7 @@ def measure_steps(
         pair_ms = max(0.0, grown) / (chunk * (long - short))
     rows: dict[str, list[PlanRow]] = {"decode": [], "mixed": []}
     for kind, size in jobs:
-        if budget_s and time.perf_counter() - started > budget_s:
+        if budget_s and done >= _ALWAYS and time.perf_counter() - started > budget_s:
             break
         done += 1
         say(done, total, f"timing steps: {kind} of {size} tokens")

@@ -106,6 +106,9 @@ def test_a_budget_leaves_sizes_out_evenly(engine: Engine, monkeypatch: pytest.Mo
     assert data["not_timed"] > 0 and (data["decode"][0]["size"], data["decode"][-1]["size"]) == (1, 4)
     assert (data["mixed"][0]["size"], data["mixed"][-1]["size"]) == (2, 32)
     assert data["captured"]["decode"] == {"full": [1, 4], "piecewise": [1, 4]}
+    least = measure_steps(engine.runner, budget_s=1e-9)
+    assert [[row["size"] for row in least[kind]] for kind in ("decode", "mixed")] == [[1, 4], [2, 32]]
+    assert table_of(least, captured=least["captured"]).step(3, False).ms > 0, "enough for a table"
     with pytest.raises(ValueError, match="budget_s: expected 0 or more seconds, got -1"):
         measure_steps(engine.runner, budget_s=-1)
     assert [size for _, size in _coarse_first("decode", list(range(9)))] == [0, 8, 4, 2, 6, 1, 3, 5, 7]
