@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from runtime.graph import CaptureError, frozen_gc, weak_view
+from runtime.op_arguments import tensors_in
 from runtime.workspace import Workspace
 
 _Tensor = torch.Tensor
@@ -188,7 +189,7 @@ class EmulatedGraph:
                 moved = torch.empty(0, dtype=t.dtype, device=t.device)
                 return moved.set_(blocks[source._cdata].storage, t.storage_offset(), t.size(), t.stride())
 
-            outputs = [id(t) for t in _tensors(result)]
+            outputs = [id(t) for t in tensors_in(result)]
             moved = tree_map_only(torch.Tensor, into_pool, result)
             args, kwargs = tree_map_only(torch.Tensor, self._pin, (args, kwargs))
         self._tape.append(_node(func, args, kwargs, copies))
@@ -204,25 +205,15 @@ def _node(func: Callable[..., Any], args: Any, kwargs: Any, copies: list[tuple[i
         return lambda: func(*args, **kwargs)
 
     def run() -> None:
-        outputs = _tensors(func(*args, **kwargs))
+        outputs = tensors_in(func(*args, **kwargs))
         for index, target in copies:
             target.copy_(_bytes(outputs[index].untyped_storage()))
 
     return run
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [t for item in tree for t in _tensors(item)]
-
-
 def _storages(tree: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in _tensors(tree)}
+    return {t.untyped_storage()._cdata for t in tensors_in(tree)}
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

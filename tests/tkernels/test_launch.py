@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from op_samples import SAMPLES
+from recording_driver import run_recorded
 
 import tkernels
 from tkernels import _launch
@@ -122,23 +120,8 @@ def test_an_op_that_also_calls_torch_is_not_bound(device: torch.device) -> None:
     assert y.tolist() == [3, 5, 7, 9], "the op has run"
 
 
-# Run where Triton compiles: the interpreter changes triton.language for the whole process.
 _COMPARE = """
-import torch, triton, triton.language as tl
-from types import SimpleNamespace
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from tkernels import _launch
-
-calls = []
-driver.set_active(SimpleNamespace(
-    get_current_device=lambda: 0, get_current_stream=lambda device: 77, get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    launcher_cls=lambda src, metadata: lambda *args: calls.append(args),
-    utils=SimpleNamespace(
-        load_binary=lambda *a: ("module", 1234, 32, 0, 1024), get_device_properties=lambda device: {"max_shared_mem": 1 << 17}
-    ),
-))
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda index: 77
 
 @triton.jit
 def kernel(x_ptr, y_ptr, none_ptr, factor, width, BLOCK: tl.constexpr = 8):
@@ -159,13 +142,8 @@ assert ours[:5] == (3, 1, 1, 77, 1234) and ours[-4:] == (None, 2.0, 1, 8), ours
 
 
 def test_compiled_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -> None:
-    """Without a device: a driver that writes down what reaches the C launcher, once from Triton's own path and once from ours."""
-    script = tmp_path / "compare.py"  # a kernel's source must lie in a file
-    script.write_text(_COMPARE)
-    path = os.pathsep.join([str(Path(_launch.__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Without a device: once from Triton's own path and once from ours."""
+    run_recorded(_COMPARE, tmp_path)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from op_samples import SAMPLES
+from recording_driver import run_recorded
 
 import tkernels
 from tkernels import _counters, _launch, _repeats
@@ -208,24 +207,9 @@ def test_threads_do_not_note_each_other(device: torch.device) -> None:
     assert not wrong and not _launch.is_noting()
 
 
-# Run where Triton compiles: the interpreter changes triton.language for the whole process.
 _COMPARE = """
-import importlib, sys, torch, triton
-sys.path.insert(0, sys.argv[1])
-from types import SimpleNamespace
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from tkernels import _repeats
 
-calls = []
-driver.set_active(SimpleNamespace(
-    get_current_device=lambda: 0, get_current_stream=lambda device: 77, get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    launcher_cls=lambda src, metadata: lambda *args: calls.append(args),
-    utils=SimpleNamespace(
-        load_binary=lambda *a: ("module", 1234, 32, 0, 1024), get_device_properties=lambda device: {"max_shared_mem": 1 << 17}
-    ),
-))
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda index: 77
 address = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 from tkernels.rmsnorm import _add_rms_norm
@@ -254,13 +238,8 @@ assert calls[-1][6:9] == (None, None, None)
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
 def test_compiled_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -> None:
-    """Without a device: a driver that writes down what reaches the C launcher, once from Triton's own path and once from ours."""
-    script = tmp_path / "compare.py"
-    script.write_text(_COMPARE)
-    path = os.pathsep.join([str(Path(_repeats.__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Without a device: once from Triton's own path and once from ours."""
+    run_recorded(_COMPARE, tmp_path)
 
 
 @pytest.mark.gpu

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from tkernels import _repeats
 from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
 from tkernels.attention._common import LOG2_E
 from tkernels.attention._inputs import MAX_SEQS, Inputs
 
-ENABLED = True  # False (and tkernels._repeats.forget()): calls made or captured from then on go to prefill.py, to compare the two
+_enabled = True
 _TILE = 128  # query tokens of a tile, as in the kernel
 
 
@@ -57,12 +58,19 @@ def _gluon_problem() -> str | None:
     return None
 
 
+def enable(on: bool) -> None:
+    """Whether calls that are made or captured from now on may come here. False sends them to prefill.py, to compare the two."""
+    global _enabled
+    _enabled = on
+    _repeats.forget()  # an earlier call's launches are those of the other kernel
+
+
 def absence(arch: str) -> str | None:
     """Why no call is computed by the Gluon kernel here, or None. arch: as in tkernels._target."""
     if arch != "sm_90":
         return f"architecture {arch}: the kernel is for sm_90"
-    if not ENABLED:
-        return "switched off by tkernels.attention.prefill_sm90.ENABLED"
+    if not _enabled:
+        return "switched off by tkernels.attention.prefill_sm90.enable(False)"
     return _gluon_problem()
 
 

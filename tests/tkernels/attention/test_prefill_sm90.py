@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
-from tkernels import _counters
+from tkernels import _counters, _repeats
 from tkernels.attention import paged, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 
@@ -92,14 +92,23 @@ def test_taken_calls() -> None:
         assert "out: strides" in str(prefill_sm90.refusal(x, torch.zeros((*x.q.shape[:2], x.dim + 2)).bfloat16()[..., : x.dim], "sm_90"))
 
 
+@pytest.fixture
+def switch() -> Iterator[Callable[[bool], None]]:
+    yield prefill_sm90.enable
+    prefill_sm90.enable(True)
+
+
 @pytest.mark.usefixtures("_gluon_compiles")
-def test_absence_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absence_says_why(switch: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(_repeats, "forget", lambda: forgotten.append(True))
     for enabled in (True, False):
-        monkeypatch.setattr(prefill_sm90, "ENABLED", enabled)
+        switch(enabled)
         assert "sm_80" in str(prefill_sm90.absence("sm_80"))
         assert (prefill_sm90.absence("sm_90") is None) == enabled
         problem = prefill_sm90.refusal(call(), torch.zeros((32, 4, 64), dtype=torch.bfloat16), "sm_90")
         assert (problem is None) if enabled else ("switched off" in str(problem))
+    assert len(forgotten) == 2, "launches of the other kernel would be repeated"
 
 
 def test_refused_without_gluon() -> None:
