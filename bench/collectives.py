@@ -22,6 +22,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 import tkernels.collectives as C
 from bench.harness import write_results
+from tkernels import _repeats
 from tkernels.collectives import library
 from tkernels.collectives.group import find
 
@@ -156,19 +157,34 @@ def time_gather(rows: int, columns: int, group: str, timer: Timer) -> dict[str, 
     return {"rows": rows, "columns": columns, "bytes": x.numel() * 2, **times}
 
 
-def host_us(group: str) -> float:
-    """Host time of an eager call, without waiting for the device."""
-    x = torch.randn(4096, device="cuda").bfloat16()
-    samples = []
-    for _ in range(5):
+def host_us(group: str) -> dict[str, float]:
+    """Host time of an eager call, without waiting for the device; of calls that look like an earlier one, and of one that is new."""
+    x, residual, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((1, 4096), (1, 4096), (4096,)))
+    runs: dict[str, Run] = {
+        "all_reduce": lambda: C.all_reduce(x, group),
+        "all_reduce_add_rms_norm": lambda: C.all_reduce_add_rms_norm(x, residual, weight, 1e-6, group),
+        "all_gather": lambda: C.all_gather(x, group, -1),
+        "reduce_scatter": lambda: C.reduce_scatter(x, group, -1),
+    }
+
+    def median(run: Run, calls: int) -> float:
+        samples = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(calls):
+                run()
+            samples.append((time.perf_counter() - started) * 1e6 / calls)
         torch.cuda.synchronize()
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(50):
-            C.all_reduce(x, group)
-        samples.append((time.perf_counter() - started) * 1e6 / 50)
-    torch.cuda.synchronize()
-    return statistics.median(samples)
+        return statistics.median(samples)
+
+    times = {name: median(run, 50) for name, run in runs.items()}
+    before, _repeats.ENABLED = _repeats.ENABLED, False
+    times["all_reduce, a new look"] = median(runs["all_reduce"], 50)
+    _repeats.ENABLED = before
+    times["NCCL all_reduce"] = median(lambda: dist.all_reduce(x), 50)
+    return times
 
 
 def main() -> None:
@@ -210,7 +226,7 @@ def main() -> None:
     for rows, columns in ((1, 32064), (8, 32064)):
         gathers.append(show(time_gather(rows, columns, group, timer)))
     extra["eager_host_us"] = host_us(group)
-    show({"eager_host_us": extra["eager_host_us"]})
+    show(extra["eager_host_us"])
     C.check()
     save()
     dist.barrier()

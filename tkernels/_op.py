@@ -10,7 +10,7 @@ through, and the backward pass raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ def define(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
     binds: bool = False,
-    repeats: bool = True,
+    repeats: bool | Callable[..., Hashable] = True,
 ) -> Any:
     """Register ``schema`` (without the namespace) and return its ``OpOverload``.
 
@@ -41,11 +41,16 @@ def define(
     binds: the op returns nothing and does nothing but launch, so it gets ``overload.bind(allocate, args, kwargs)``, by which a runtime
         that calls it again and again on the same memory skips Triton's launcher (see ``_launch.bind``).
     repeats: what the op launches follows from how its arguments look and from its host values, as a graph needs it too. Then a call that
-        looks like an earlier one skips checks and Triton's launcher (see ``_repeats``). False for an op with a state of its own.
+        looks like an earlier one skips checks and Triton's launcher (see ``_repeats``). False for an op with a state of its own. A
+        function of the arguments says what launches depend on beside them: ``beside`` of ``_repeats.repeating``.
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=tags)
-    repeating = _repeats.repeating if repeats else lambda call: call
+    beside = repeats if callable(repeats) else None
+
+    def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
+        return _repeats.repeating(call, beside) if repeats else call
+
     _LIBRARY.impl(name, repeating(_on_its_device(kernel)), "CUDA")
     _LIBRARY.impl(name, _switched(repeating(kernel), reference) if INTERPRETED else reference, "CPU")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)

@@ -5,6 +5,8 @@ captured graph repeats it for other data. So the second call that looks alike is
 grids and constants, and for each pointer whose address it is: an argument's, an output's, a temporary's or a counter's. From the third on
 the checks, the choice of tiles and Triton's launcher are skipped; left are allocations, addresses and the launches themselves.
 
+What launches depend on beside arguments can be part of the look: ``beside``. A group of GPUs is one: its ranks, its time-out.
+
 A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (an offset into an argument, a tensor
 descriptor), while Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two
 things that Triton reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses.
@@ -13,7 +15,7 @@ things that Triton reads at each launch are read once here: ``TRITON_DEBUG`` and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -59,8 +61,12 @@ def lend(tensor: torch.Tensor, again: Again) -> torch.Tensor:
     return tensor
 
 
-def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, an op's kernel on its own device, with its launches repeated from the third call that looks alike on."""
+def repeating(call: Callable[..., Any], beside: Callable[..., Hashable] | None = None) -> Callable[..., Any]:
+    """``call``, an op's kernel on its own device, with its launches repeated from the third call that looks alike on.
+
+    beside: called with the arguments ahead of each call. What it returns is part of the look, None for a call that is not to be
+    repeated; it may raise, and do what has to be done before each launch.
+    """
     plans: dict[Any, _Plan | bool] = {}  # True: seen once, False: not to be repeated
     _tables.append(plans)
 
@@ -70,6 +76,11 @@ def repeating(call: Callable[..., Any]) -> Callable[..., Any]:
         tensors: list[torch.Tensor] = []
         addresses: list[Any] = []
         key: list[Any] = []
+        if beside is not None:
+            more = beside(*args, **kwargs)
+            if more is None:
+                return call(*args, **kwargs)
+            key.append(more)
         for value in args if not kwargs else (*args, *kwargs, *kwargs.values()):
             if isinstance(value, torch.Tensor):
                 address = value.data_ptr()
@@ -191,7 +202,7 @@ def _planned(note: _launch.Note, owners: list[torch.Tensor], num_arguments: int,
             if place is None:
                 return None
             places.append(place)
-        elif value is None or isinstance(value, (bool, int, float, str, tl.dtype, tl.constexpr)):
+        elif _is_constant(value) or (isinstance(value, tuple) and all(map(_is_constant, value))):
             places.append(len(owners) + len(constants))
             constants.append(value)
         else:
@@ -200,6 +211,10 @@ def _planned(note: _launch.Note, owners: list[torch.Tensor], num_arguments: int,
     if INTERPRETED:
         return kernel, grid, {name: value for name, value in options.items() if name not in given}, pick
     return compiled.run, _launch.size_of(grid, given), _launch.after_stream(compiled), pick
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, tl.dtype, tl.constexpr))
 
 
 def _pick_one(place: int, pool: list[Any]) -> tuple[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tkernels import _repeats
 from tkernels._triton import HAVE_TRITON, INTERPRETED
 from tkernels.collectives.fused import MAX_SPLIT, MAX_SPLIT_ROWS
 from tkernels.collectives.lamport import REPORT_WORDS, STATE_WORDS
@@ -53,7 +54,9 @@ class Communicator:
     fences: bool = False
     failed: str = ""  # what check() has raised
     _report: Any = None
-    _stream: Any = None
+    _addresses: tuple[tuple[int, ...], int, int] | None = None
+    _stream: Any = None  # of the last eager call, and its handle
+    _handle: int | None = None
     _met: set[Any] = field(default_factory=set)
 
     def attach(self, workspace: Workspace) -> None:
@@ -63,12 +66,15 @@ class Communicator:
         self.state = torch.full((words,), -1, dtype=torch.int32, device=self.device)
         self.state[:STATE_WORDS] = 0
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._report = self.report.numpy()
+        report: Any = self.report.numpy()
+        self._report = memoryview(report)  # read at each call: a tenth of numpy's time
+        self._addresses = workspace.addresses, self.state.data_ptr(), self.report.data_ptr()
+        _repeats.forget()  # a group of this name may have had other memory
 
     def addresses(self) -> tuple[tuple[int, ...], int, int, int]:
         """(workspaces, state, report, limit in ns): the arguments that every kernel takes."""
-        assert self.workspace is not None and self.state is not None and self.report is not None
-        return self.workspace.addresses, self.state.data_ptr(), self.report.data_ptr(), int(self.timeout_s * 1e9)
+        assert self._addresses is not None
+        return *self._addresses, int(self.timeout_s * 1e9)
 
     def check(self) -> None:
         """Raise CollectiveError if a launch of this group has failed, as far as the device has said so; does not wait for it."""
@@ -110,11 +116,18 @@ class Communicator:
     def order_streams(self) -> None:
         """Before a launch: a stream other than the last one's waits for it. In a graph only the device can see an overlap, and
         reports it."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
+        if self.device.type != "cuda":
+            return
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle == self._handle:
+            return
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream, self._handle = stream, handle
 
 
 def init_group(group: Group = None, max_bytes: int = 16 << 20, timeout_s: float = 30.0) -> str:
@@ -229,6 +242,21 @@ def find(name: str) -> Communicator:
     if found is None:
         raise ValueError(_unknown(name))
     return found
+
+
+def in_group(place: int) -> Callable[..., Hashable]:
+    """For ops whose argument at ``place`` is a group's name, ahead of each call: whether the group works and the streams are in order;
+    returns what launches depend on beside the arguments, None where nothing of ours is launched."""
+
+    def beside(*args: Any, **kwargs: Any) -> Hashable:
+        found = find(args[place])
+        if found.workspace is None or found.world == 1:
+            return None
+        found.check()
+        found.order_streams()
+        return found.world, found.timeout_s, found.fences
+
+    return beside
 
 
 def _unknown(name: str) -> str:

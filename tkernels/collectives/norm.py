@@ -7,7 +7,7 @@ import torch
 from tkernels import _checks
 from tkernels._op import define
 from tkernels.collectives.fused import one_shot_norm_kernel, two_shot_norm_kernel
-from tkernels.collectives.group import Communicator, Group, find, group_name
+from tkernels.collectives.group import Communicator, Group, find, group_name, in_group
 from tkernels.collectives.ops import ELEMENTS, FLAT, aligned, all_reduce_kernel, all_reduce_ref, check_tensor, launch
 from tkernels.collectives.plan import plan_fused
 from tkernels.quant import FP8, to_fp8_ref
@@ -105,7 +105,7 @@ _norm_op = define(
     "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group, Tensor? scale=None) -> (Tensor, Tensor)",
     kernel=_all_reduce_add_rms_norm,
     reference=_norm_ref,
-    repeats=False,  # the group counts its calls
+    repeats=in_group(4),
     fake=lambda x, residual, weight, eps, group, scale=None: (
         torch.empty(x.shape, dtype=x.dtype if scale is None else FP8, device=x.device),
         torch.empty(x.shape, dtype=x.dtype, device=x.device),

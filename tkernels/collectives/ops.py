@@ -14,7 +14,7 @@ from tkernels import _checks
 from tkernels._op import define
 from tkernels._triton import INTERPRETED
 from tkernels.collectives import library
-from tkernels.collectives.group import Communicator, Group, find, group_name
+from tkernels.collectives.group import Communicator, Group, find, group_name, in_group
 from tkernels.collectives.kernels import all_gather_kernel, one_shot_kernel, reduce_scatter_kernel, two_shot_kernel
 from tkernels.collectives.plan import Launch, plan_all_reduce, plan_gather
 
@@ -129,7 +129,8 @@ def _check_part(x: torch.Tensor, dim: int, group: Communicator, divided: bool) -
 
 
 def _scaled(x: torch.Tensor, dim: int, numerator: int, denominator: int) -> torch.Tensor:
-    return x.new_empty([*x.shape[:dim], x.shape[dim] * numerator // denominator, *x.shape[dim + 1 :]])
+    shape = [*x.shape[:dim], x.shape[dim] * numerator // denominator, *x.shape[dim + 1 :]]
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def _all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -186,21 +187,21 @@ _all_reduce_op = define(
     kernel=all_reduce_kernel,
     reference=all_reduce_ref,
     fake=lambda x, group: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    repeats=False,  # the group counts its calls
+    repeats=in_group(1),
 )
 _all_gather_op = define(
     "all_gather(Tensor x, int dim, str group) -> Tensor",
     kernel=_all_gather,
     reference=_part_ref(library.all_gather, divided=False),
     fake=lambda x, dim, group: _scaled(x, dim % x.dim(), find(group).world, 1),
-    repeats=False,  # the group counts its calls
+    repeats=in_group(2),
 )
 _reduce_scatter_op = define(
     "reduce_scatter(Tensor x, int dim, str group) -> Tensor",
     kernel=_reduce_scatter,
     reference=_part_ref(library.reduce_scatter, divided=True),
     fake=lambda x, dim, group: _scaled(x, dim % x.dim(), 1, find(group).world),
-    repeats=False,  # the group counts its calls
+    repeats=in_group(2),
 )
 
 

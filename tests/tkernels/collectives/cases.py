@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tkernels.collectives as C
+from tkernels import _repeats
 from tkernels._op import reference_ops
 from tkernels.collectives import norm
 from tkernels.collectives import plan as plans
@@ -108,9 +109,11 @@ def forced(kind: str) -> Iterator[None]:
     before = getattr(plans, name)
     setattr(plans, name, dict.fromkeys(before, table))
     plans._FUSED_ONE_SHOT = dict.fromkeys(fused, table)
+    _repeats.forget()  # launches by the other table
     try:
         yield
     finally:
+        _repeats.forget()
         setattr(plans, name, before)
         plans._FUSED_ONE_SHOT = fused
 
@@ -127,6 +130,21 @@ def raising(*parts: str, kind: type[Exception] = C.CollectiveError) -> Iterator[
 
 
 # -- answers ------------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """In the interpreter too: from the third call that looks alike on, an op repeats its launches."""
+    before, _repeats.ENABLED = _repeats.ENABLED, True
+    try:
+        yield
+    finally:
+        _repeats.ENABLED = before
+        _repeats.forget()
+
+
+def plans_made() -> int:
+    return sum(isinstance(plan, _repeats._Plan) for table in _repeats._tables for plan in table.values())
 
 
 @case
@@ -420,6 +438,52 @@ def wrong_arguments_are_named(at: Rank) -> None:
     assert C.init_group(dist.group.WORLD, max_bytes=MAX_BYTES, timeout_s=60.0) == at.group
     assert f"{at.world} ranks, workspace" in C.describe_group(at.group)
     C.check()
+
+
+@case
+def calls_that_look_alike_are_repeated(at: Rank) -> None:
+    """With other data at other addresses, with one rank's input unaligned from some call on, and all ops in turn."""
+    weight = torch.rand(32, generator=torch.Generator().manual_seed(3)).to(at.device)
+    with repeating():
+        _repeats.forget()
+        for step in range(5):
+            xs = at.inputs((2 * at.world, 32), torch.float32, 60 + step)
+            x = xs[at.rank].to(at.device)
+            if step == 4 and at.rank == 1:
+                x = torch.cat([x.view(-1)[:1], x.view(-1)])[1:].view(x.shape)
+            same_bits(C.all_reduce(x, at.group), expected_sum(xs), step)
+            residual = torch.full_like(x, step)
+            y, total = C.all_reduce_add_rms_norm(x, residual, weight, 1e-5, at.group)
+            want, want_total = norm_reference(xs, residual.cpu(), weight.cpu(), 1e-5)
+            same_bits(total, want_total, step)
+            torch.testing.assert_close(y.cpu().double(), want, rtol=1e-5, atol=1e-5)
+            if at.world == 2 or GPU:
+                assert torch.equal(C.all_gather(x, at.group, 1).cpu(), torch.cat(xs, 1)), step
+                same_bits(C.reduce_scatter(x, at.group), expected_sum(xs).chunk(at.world)[at.rank], step)
+        assert plans_made() == (4 if at.world == 2 or GPU else 2)
+
+
+@case
+def a_repeated_call_raises_once_its_group_has_failed(at: Rank) -> None:
+    name, process_group = fresh(at, 60.0)
+    x, group = torch.ones(16, device=at.device), find(name)
+    with repeating():
+        for _ in range(3):
+            assert C.all_reduce(x, name)[0] == at.world
+        sync()
+        assert plans_made() == 1
+        group._report[0], group._report[8] = 1, 1  # as the device would
+        with raising("waited 60 s for rank 0"):
+            C.all_reduce(x, name)
+        at.everywhere("")
+        C.destroy_group(name)
+        with raising("is not set up", kind=ValueError):
+            C.all_reduce(x, name)
+        C.init_group(process_group, max_bytes=1 << 12, timeout_s=60.0)
+        assert plans_made() == 0  # of a workspace that is gone
+        assert C.all_reduce(x, name)[0] == at.world
+        sync()
+        C.destroy_group(name)
 
 
 # -- failures -------------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from tests.tkernels.collectives.cases import CASES, GPU, runs
+from tests.tkernels.recording_driver import run_recorded
+from tkernels._triton import HAVE_TRITON
 from tkernels.collectives.plan import MAX_WORLD, Launch, Sizes, plan_all_reduce, plan_fused, plan_gather
 
 HERE = Path(__file__).parent
@@ -92,6 +94,44 @@ def test_a_killed_rank_is_named_by_the_others(world: int) -> None:
     for rank, (code, out) in enumerate(outs):
         if rank != 1:
             assert code == 0 and "all_reduce (one-shot)" in out and "waited 3 s for rank 1" in out, (rank, code, out[-2000:])
+
+
+_RECORDED = """
+from tkernels import _repeats
+from tkernels.collectives import group, norm, ops
+from tkernels.collectives.symm import Workspace
+
+_repeats.ENABLED = True
+made = group.Communicator("g", 1, 2, torch.device("cpu"), None, 1 << 20, 30.0, meetings=SimpleNamespace(exchange=lambda *a: []))
+made.attach(Workspace((256, 512), None))
+group._GROUPS["g"] = made
+x, weight, residual = torch.zeros(8, 64), torch.ones(64), torch.zeros(8, 64)
+for kernel, place, args in (
+    (ops.all_reduce_kernel, 1, (x, "g")),
+    (ops._all_gather, 2, (x, 1, "g")),
+    (ops._reduce_scatter, 2, (x, 0, "g")),
+    (norm._all_reduce_add_rms_norm, 4, (x, residual, weight, 1e-6, "g")),
+):
+    call, kept = _repeats.repeating(kernel, group.in_group(place)), []
+    for _ in range(3):
+        kept.append(call(*args))  # alive: every call has its own memory
+    made_anew, again = calls[-2], calls[-1]
+    assert made_anew[:4] == again[:4] and made_anew[4:6] == again[4:6], (kernel, made_anew, again)
+    outs = [y if isinstance(y, tuple) else (y,) for y in kept]
+    theirs = [y.data_ptr() for y in outs[1]]
+    mine = [y.data_ptr() for y in outs[2]]
+    want = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in made_anew[9:]]
+    want = [mine[theirs.index(a)] if a in theirs and not isinstance(a, bool) else a for a in want]
+    assert list(again[9:]) == want and (256, 512) in want, (kernel, again[9:], want)
+    made.timeout_s += 1  # another look
+    call(*args)
+    assert [a for a in calls[-1] if a.__class__ is int].count(int(made.timeout_s * 1e9)) == 1
+"""
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_repeated_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -> None:
+    run_recorded(_RECORDED, tmp_path)
 
 
 @pytest.mark.parametrize("world", range(2, MAX_WORLD + 1))
