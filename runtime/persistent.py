@@ -10,7 +10,7 @@ has frozen them. Of torch's own modules with parameters the sizes are left out, 
 kernels of those of its capture.
 
 Where the interpreter tells of changed dictionaries (runtime/watched.py), the slots are read again only after one was changed; what is
-left for each step are the addresses, and the layouts of some tensors in turn.
+left for each step are the addresses and layouts, which a loop in C compares (runtime/addresses.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules import module as _module
 
 from runtime import addresses, watched
@@ -76,7 +75,7 @@ class Persistent:
                 f"got {now[i].layout} {list(now[i].shape)}; make it dense, or run the module itself"
             )
         self._pointers = addressed
-        self._layouts = list(map(_layout, now))
+        self._layouts = list(map(addresses.layout_of, now))
         self._devices = [t.device for t in now]
         self._stay = addresses.stays(now)
         self._frozen = self._values.now()
@@ -87,8 +86,6 @@ class Persistent:
         # Read through the modules' dictionaries: deleting from a ModuleList makes it a new dictionary of children.
         self._parents = [m.__dict__ for m in self._modules if m._modules or isinstance(m, _CONTAINERS)]
         self._children: list[dict[str, Any]] = [each["_modules"].copy() for each in self._parents]
-        self._guards: dict[tuple[bool, int], Any] = {}
-        self._turn = 0
         self._epoch: int | None = None  # not looked at yet
         if watched.EPOCH is not None:
             slots = (d for m in self._modules for d in (m._parameters, m._buffers, m._modules))
@@ -137,7 +134,7 @@ class Persistent:
         try:
             unchanged = epoch is not None and epoch == self._epoch  # the same objects in every slot
             now = self._now if unchanged else self._tensors.now()
-            if self._stay(now) and self._same_layouts(now):
+            if self._stay(now):
                 if unchanged:
                     return None
                 values = self._values.now()
@@ -154,32 +151,12 @@ class Persistent:
         at = zip(self._tensors.names, self._tensors.dicts, self._tensors.keys, self._pointers, self._layouts, strict=True)
         for name, slots, key, then, layout in at:
             value = slots.get(key)
-            if not isinstance(value, torch.Tensor) or _address(value) != then or _layout(value) != layout:
+            if not isinstance(value, torch.Tensor) or _address(value) != then or addresses.layout_of(value) != layout:
                 return name
         value_or_code = self._changed_value() or self._changed_code()
         if value_or_code is None:  # other objects over the same memory: from now on these
             self._stay = addresses.stays(self._tensors.now())
         return value_or_code
-
-    def _same_layouts(self, now: list[torch.Tensor]) -> bool:
-        """Shape, strides and dtype of the next ``_IN_TURN`` tensors, by the guards of torch.compile: a tenth of the time of asking in
-        Python. Another layout at the same address takes an assignment to ``.data`` of a view of itself.
-
-        Guards also look at what a graph does not care for (requires_grad, inference mode), so their no is looked into.
-        """
-        start = self._turn if self._turn < len(now) else 0
-        end = self._turn = start + _IN_TURN
-        mode, part = torch.is_inference_mode_enabled(), now[start:end]
-        guard = self._guards.get((mode, start))
-        if guard is not None and guard.check(*part):
-            return True
-        if list(map(_layout, part)) != self._layouts[start:end]:
-            return False
-        if part:
-            sizes: Any = [list(t.shape) for t in part]
-            strides: Any = [list(t.stride()) for t in part]
-            self._guards[mode, start] = TensorGuards(*part, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return True
 
     def _facts(self) -> dict[str, Any]:
         """What a new registration may change, by name."""
@@ -226,7 +203,6 @@ class _Slots:
         return list(map(getitem, self.dicts, self.keys))
 
 
-_IN_TURN = 48  # tensors whose layout is compared in one step: 3 to 5 µs
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # the first child may come past every hook
 _FROZEN = (bool, int, float, str, type(None))
 
@@ -237,10 +213,6 @@ def _address(tensor: torch.Tensor) -> int | None:
         return tensor.data_ptr()
     except RuntimeError:
         return None
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def same_value(a: object, b: object) -> bool:
