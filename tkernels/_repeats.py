@@ -5,11 +5,13 @@ captured graph repeats it for other data. So the second call that looks alike is
 grids and constants, and for each pointer whose address it is: an argument's, an output's, a temporary's or a counter's. From the third on
 the checks, the choice of tiles and Triton's launcher are skipped; left are allocations, addresses and the launches themselves.
 
-What launches depend on beside arguments can be part of the look: ``beside``. A group of GPUs is one: its ranks, its time-out.
+What launches depend on beside arguments can be part of the look: ``beside``. A group of GPUs is one: its ranks, its time-out. A TMA
+descriptor is of one of those addresses too, and is made again over another.
 
-A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (an offset into an argument, a tensor
-descriptor), while Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two
-things that Triton reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses.
+A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (an offset into an argument), while
+Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two things that Triton
+reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses. An op whose kernel calls torch as well
+can still have a part of it repeated: ``repeating`` takes any function that only launches.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class _Plan(NamedTuple):
     space: int  # bytes of it
     lent: tuple[Again, ...]
     constants: tuple[Any, ...]
+    descriptors: tuple[tuple[int, int, Any], ...]  # where in the pool (among the constants), over which place of it, like which one
     # (run, grid, what stands between stream and arguments, picks the arguments from: arguments, outputs, temporaries, lent, constants)
     launches: tuple[tuple[Any, tuple[int, int, int], Any, Callable[[Any], tuple[Any, ...]]], ...]
     single: bool  # returns a tensor, not a tuple of them
@@ -71,7 +74,8 @@ def repeating(call: Callable[..., Any], beside: Callable[..., Hashable] | None =
     _tables.append(plans)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not ENABLED or (CAPTURED_ANEW and torch.cuda.is_current_stream_capturing()):
+        # a part of a call that is being noted launches through Triton, or its launches would be missed
+        if not ENABLED or _launch.is_noting() or (CAPTURED_ANEW and torch.cuda.is_current_stream_capturing()):
             return call(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         addresses: list[Any] = []
@@ -138,6 +142,8 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
         lent = [again() for again in plan.lent]  # alive until the launch
         pool += [x if isinstance(x, int) else x.data_ptr() for x in lent]
         pool += plan.constants
+        for slot, place, like in plan.descriptors:
+            pool[slot] = _Descriptor(pool[place], like)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         for kernel, (x, y, z), fixed, pick in plan.launches:
             kernel(x, y, z, stream, *fixed, *pick(pool))
@@ -170,9 +176,10 @@ def _take_down(
     if any(x.data_ptr() == 0 or x.data_ptr() % _ALIGNMENT for x in owners[len(tensors) :]):
         return result, False
     constants: list[Any] = []
+    descriptors: list[tuple[int, int, Any]] = []
     launches = []
     for note in notes:
-        launch = _planned(note, owners, len(tensors), constants)
+        launch = _planned(note, owners, constants, descriptors)
         if launch is None:
             return result, False
         launches.append(launch)
@@ -180,7 +187,7 @@ def _take_down(
     looks = [tuple((x.size(), x.stride(), x.dtype) for x in group) for group in (returned, inside)]
     plan = _Plan(
         tensors[0].device, looks[0], looks[1], tuple(sum(sizes[:i]) for i in range(len(sizes))), sum(sizes),
-        tuple(again for _, again in lent), tuple(constants), tuple(launches), isinstance(result, torch.Tensor),
+        tuple(again for _, again in lent), tuple(constants), tuple(descriptors), tuple(launches), isinstance(result, torch.Tensor),
     )  # fmt: skip
     return result, plan
 
@@ -189,18 +196,28 @@ def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _planned(note: _launch.Note, owners: list[torch.Tensor], num_arguments: int, constants: list[Any]) -> Any:
-    """The launch with its arguments as places in the pool: of the owners, then of ``constants``, which grows. None: not to be repeated."""
+def _planned(
+    note: _launch.Note, owners: list[torch.Tensor], constants: list[Any], descriptors: list[tuple[int, int, Any]]
+) -> Any:  # fmt: skip
+    """The launch with its arguments as places in the pool: of the owners, then of ``constants``, which grows, as ``descriptors`` does.
+    None: not to be repeated."""
     kernel, compiled, grid, args, options = note
     if not INTERPRETED and (kernel.pre_run_hooks or getattr(compiled, "metadata", None) is None or not _is_cuda(compiled)):
         return None
     given = _launch.in_order(kernel, args, options)
     places: list[int] = []
     for value in given.values():
-        if isinstance(value, torch.Tensor):
-            place = next((i for i, x in enumerate(owners) if x.data_ptr() == value.data_ptr() != 0 and x.dtype == value.dtype), None)
-            if place is None:
+        described = _is_descriptor(value)
+        if isinstance(value, torch.Tensor) or described:
+            base = value.base if described else value
+            place = next((i for i, x in enumerate(owners) if x.data_ptr() == base.data_ptr() != 0 and x.dtype == base.dtype), None)
+            if place is None or (described and INTERPRETED):
                 return None
+            if described:
+                slot = len(owners) + len(constants)
+                constants.append(None)
+                descriptors.append((slot, place, value))
+                place = slot
             places.append(place)
         elif _is_constant(value) or (isinstance(value, tuple) and all(map(_is_constant, value))):
             places.append(len(owners) + len(constants))
@@ -219,6 +236,29 @@ def _is_constant(value: Any) -> bool:
 
 def _pick_one(place: int, pool: list[Any]) -> tuple[Any]:
     return (pool[place],)
+
+
+class _Descriptor:
+    """What Triton's launcher reads of a TMA descriptor, and of the tensor under it: ``like``'s, over the memory at ``address``."""
+
+    __slots__ = ("address", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, address: int, like: Any) -> None:
+        self.address = address
+        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)  # not in 3.6
+
+    @property
+    def base(self) -> _Descriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Triton's TensorDescriptor and Gluon's have no class in common."""
+    return type(value).__name__ == "TensorDescriptor"
 
 
 def _is_cuda(compiled: Any) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tkernels import _checks
+from tkernels import _checks, _repeats
 from tkernels._linear_kernels import Tile, launch, row_class
 from tkernels._op import define
 from tkernels._target import Target, target_of
@@ -109,6 +109,9 @@ def streamable(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or (t.stride(-1) == 1 and (t.dim() == 2 or t.is_contiguous())) for t in tensors)
 
 
+_normalise_again = _repeats.repeating(normalise)  # beside cuBLAS, whose calls are not repeated
+
+
 def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -137,7 +140,7 @@ def _linear(
             launch(x.view(rows, k), weight, bias, norm_weight, flat, gated, eps, y.view(rows, outputs), tile)
             return y
     if norm_weight is not None:
-        x = normalise(x, norm_weight, eps)
+        x = _normalise_again(x, norm_weight, eps)
     if residual is not None and bias is None and not gated and x.dim() == 2:
         return torch.addmm(residual, x, weight.t())  # cuBLAS adds the residual before it rounds
     y = F.linear(x, weight, bias)

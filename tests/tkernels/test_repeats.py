@@ -242,6 +242,74 @@ def test_compiled_kernels_get_what_tritons_launcher_gives_them(tmp_path: Path) -
     run_recorded(_COMPARE, tmp_path)
 
 
+_DESCRIBED = """
+import triton.backends.nvidia.driver as nvidia
+from triton.tools.tensor_descriptor import TensorDescriptor
+from tkernels import _repeats
+
+@triton.jit
+def copy_kernel(x_desc, y_ptr, n: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, n), x_desc.load([0, 0]).reshape(n))
+
+def copy(x):
+    y = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    copy_kernel[(1,)](TensorDescriptor(x, list(x.shape), list(x.stride()), [2, 64]), y, 128)
+    return y
+
+repeated = _repeats.repeating(copy)
+xs = [torch.empty(2, 64, dtype=torch.bfloat16) for _ in range(4)]
+for x in xs:
+    y = repeated(x)
+assert [type(p) for t in _repeats._tables for p in t.values()] == [_repeats._Plan]
+seen = []
+fill = lambda *args: seen.append(args) or "map"
+names = "fill_tma_descriptor", "fill_tma_descriptor_tiled"  # in 3.6 and in 3.7
+triton.runtime.driver.active.utils.__dict__.update({name: fill for name in names})
+meta = {"swizzle": 3, "elem_size": 2, "elem_type": next(iter(nvidia.TMA_DTYPE_DEVICE_TO_HOST)), "block_size": [2, 64], "fp4_padded": False}
+made = [nvidia.make_tensordesc_arg(next(a for a in call if hasattr(a, "padding")), meta) for call in calls]
+assert [address for address, *_ in seen] == [x.data_ptr() for x in xs]
+assert len({repr(m) for m in made}) == 1 and len({repr(rest) for _, *rest in seen}) == 1, (made, seen)
+"""
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_a_descriptor_is_made_again_over_the_memory_of_the_call(tmp_path: Path) -> None:
+    run_recorded(_DESCRIBED, tmp_path)
+
+
+def test_a_part_that_is_repeated_by_itself_is_part_of_the_whole(device: torch.device) -> None:
+    """Its launch must be noted for the whole, though it had a plan of its own by then."""
+    part = _repeats.repeating(lambda x: _scale(x, 2.0))
+    whole = _repeats.repeating(lambda x: _scale(part(x), 3.0))
+    for start in range(4):
+        x = torch.arange(start, start + 8.0, device=device)
+        assert torch.equal(part(x), x * 2)
+    for start in range(4):
+        x = torch.arange(start, start + 8.0, device=device)
+        assert torch.equal(whole(x), x * 6)
+    plan = next(iter(_repeats._tables.pop().values()))
+    assert isinstance(plan, _repeats._Plan) and len(plan.launches) == 2
+    _repeats._tables.pop()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", [[700], [1] * 10 + [30], [1, 5, 300]], ids=str)
+def test_prefill_through_descriptors_is_repeated(device: torch.device, lens: list[int]) -> None:
+    attend = sys.modules["tkernels.attention.paged"]._attend
+    repeated = _repeats.repeating(_on_its_device(attend))
+    tokens, cu = sum(lens), torch.tensor([0, *lens], device=device).cumsum(0).int()
+    table = torch.randperm(len(lens) * 64, device=device).int().view(len(lens), 64)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(*shape, device=device).bfloat16() for shape in ((tokens, 8, 128), *[(len(lens) * 64, 16, 2, 128)] * 2))
+        seq_lens = torch.tensor([n + 17 * seed for n in lens], device=device, dtype=torch.int32)
+        outs = [torch.full_like(q, float("nan")) for _ in range(2)]
+        for call, out in zip((attend, repeated), outs, strict=True):
+            call(q, k, v, table, seq_lens, cu, 0.1, 2048, True, 0, 0.0, None, None, None, 1.0, out, None)
+        assert torch.equal(*outs) and not outs[0].isnan().any()
+    assert [isinstance(plan, _repeats._Plan) for plan in _repeats._tables.pop().values()] == [True]
+
+
 @pytest.mark.gpu
 def test_captured_calls_and_other_streams(device: torch.device) -> None:
     """Splits of a linear use counters: those of a captured call are its own, whether it was repeated or not."""
