@@ -20,8 +20,11 @@ Source: arXiv 1805.04833 (top-k), arXiv 1904.09751 (top-p), arXiv 2407.01082 (mi
 
 How: kernel 1 reads the logits once, spread over all multiprocessors, and leaves per 128 columns a maximum and a best candidate.
 Kernel 2, one program a row, finishes greedy and unfiltered rows from that. A filtered row first bounds its kept set from the maxima
-alone, lists the runs of 128 columns that can hold a kept token (k of them at most, barring equals), and then searches the threshold
-by bisection on the logits' bits over that list only; min_p alone needs no search. Which path a row takes is decided on the device.
+alone, lists the runs of 128 columns that can hold a kept token (k of them at most, barring equals), and races over these: the winner is
+drawn if it is kept, which one sum over the tokens before it tells; if not, those before it race again. No threshold is searched, but for
+top_k and top_p together, where top_p's sum is over the k largest. Where the list is long and rows are few, helpers share it, so that a
+set of a hundred thousand tokens costs a row a few passes over it, each spread like kernel 1. Sums are per run, and runs are added in order,
+so who did what cannot be seen (``_sampling_finish``). Which path a row takes is decided on the device.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ from __future__ import annotations
 import torch
 
 from tkernels import _checks
+from tkernels._counters import counters
 from tkernels._op import define
 from tkernels._rng import log_exponential_ref
-from tkernels._sampling_kernels import finish_kernel, runs_kernel
+from tkernels._sampling_finish import NOTES, WORDS, finish_kernel
+from tkernels._sampling_kernels import PLANES_IDS, PLANES_VALUES, runs_kernel
+from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
 
 _RUN = 128  # columns that share a maximum: 16 threads × 16 bytes of bf16
 _RUNS = 8  # runs in a program of kernel 1: 8 elements a thread keep the random path at 56 registers
-_TILE_RUNS = 64  # runs in a tile of kernel 2; the draw takes half of it, or its random numbers would not fit into registers
+_TILE_RUNS = 16  # runs in a tile of kernel 2: one for each of its warps
+_ALONE_RUNS = 96  # a longer list is shared: below, meeting costs more than it brings
 _MAX_VOCAB = 1 << 20  # kernel 2 holds vocab / 128 maxima in registers
 _SLACK = 1e-6  # see rule 3
 # Low bits that are always equal once a logit is fp32: the bisection skips them.
@@ -118,16 +125,21 @@ def _sample(
     if rows:
         num_runs = cdiv(vocab, _RUN)
         block_runs = next_power_of_2(num_runs)
-        values = torch.empty((rows, 2, num_runs), dtype=torch.float32, device=logits.device)
-        ids = torch.empty((rows, num_runs), dtype=torch.int32, device=logits.device)
+        tile_runs = min(_TILE_RUNS, block_runs)
+        # As many programs as there are multiprocessors: 16 warps fill one.
+        team = max(1, min(target_of(logits.device).num_sms // rows, cdiv(num_runs, tile_runs)))
+        values = torch.empty((rows, PLANES_VALUES.value, num_runs), dtype=torch.float32, device=logits.device)
+        ids = torch.empty((rows, PLANES_IDS.value, num_runs), dtype=torch.int32, device=logits.device)
+        notes = torch.empty((rows, NOTES.value), dtype=torch.int32, device=logits.device)
+        words = counters(rows * WORDS.value, logits.device) if team > 1 else None
         runs_kernel[(rows, cdiv(num_runs, min(_RUNS, block_runs)))](
             logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, logits.stride(0), vocab, num_runs,
             RUNS=min(_RUNS, block_runs), RUN=_RUN, num_warps=4,
         )  # fmt: skip
-        finish_kernel[(rows,)](
-            logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, tokens, logits.stride(0), vocab, num_runs, _SLACK,
-            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs,
-            TILE_RUNS=min(_TILE_RUNS, block_runs), DRAW_RUNS=min(_TILE_RUNS // 2, block_runs), RUN=_RUN, num_warps=16,
+        finish_kernel[(rows * team,)](
+            logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, notes, words, tokens,
+            logits.stride(0), rows, vocab, num_runs, team, _SLACK,
+            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs, TILE_RUNS=tile_runs, ALONE_RUNS=_ALONE_RUNS, RUN=_RUN, num_warps=16,
         )  # fmt: skip
     return tokens
 

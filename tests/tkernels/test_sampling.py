@@ -322,6 +322,60 @@ def test_b135_smallest_and_largest_noise_are_finite() -> None:
     assert math.isfinite(math.log(-math.log1p(-(1 - 2.0**-24))))
 
 
+WIDE = 12_301  # 97 runs of 128, the last with 13 columns: more than one program races alone
+WIDE_RULES = [
+    {"top_p": 0.9}, {"top_p": 0.99999}, {"top_p": 1e-4}, {"top_p": 0.0}, {"top_k": 6000}, {"top_k": 12_200, "top_p": 0.999},
+    {"top_k": 6000, "top_p": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [*((rules, torch.bfloat16) for rules in WIDE_RULES), *((WIDE_RULES[i], torch.float32) for i in (0, 5))],
+    ids=str,
+)
+def test_b141_wide_sets_equal_the_oracle(rules: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Equal, nearly equal and usual logits, of which thousands are kept; alone, where a team shares the row, as in a batch."""
+    logits = column_slice((torch.randn(3, WIDE, device=device) * torch.tensor([[0.0], [0.05], [1.0]], device=device)).to(dtype))
+    arguments = _arguments(logits, 0.9, seed=torch.arange(3) + 5, step=torch.arange(3), **rules)
+    tokens = tkernels.sample(*arguments)
+    assert tokens.tolist() == sample_ref(*arguments).tolist()
+    assert torch.equal(tkernels.sample(*[x[1:2] for x in arguments]), tokens[1:2])
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [({"top_p": 0.5}, 150), ({"top_k": 131}, 131), ({"top_k": 200, "top_p": 0.25}, 50), ({"top_k": 1}, 1), ({"top_p": 0.0}, 1)],
+    ids=str,
+)
+def test_b141_equal_logits_keep_the_lowest_ids(rules: dict[str, Any], kept: int, device: torch.device) -> None:
+    """Every logit at the edge, in several runs: steps at which the last kept or the first dropped token would win among all."""
+    logits = torch.full((1, 300), -1.5, device=device)
+    winners = _race(300, logits, 3000)
+    for token in (kept - 1, kept):
+        steps = (winners == token).nonzero().flatten()[:1].to(device)
+        assert len(steps), "more steps are needed"
+        arguments = _arguments(logits, step=steps, **rules)
+        drawn = tkernels.sample(*arguments).item()
+        assert drawn == sample_ref(*arguments).item()
+        assert (drawn == token) == (token < kept)
+
+
+def test_a_shared_row_leaves_its_counters_at_zero(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Also a narrow row, a row of nothing and a greedy one, which the helpers of their teams leave again."""
+    lent: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        sampling, "counters", lambda count, device: lent.append(torch.zeros(count, dtype=torch.int32, device=device)) or lent[-1]
+    )
+    logits = torch.zeros(4, WIDE, dtype=torch.float16, device=device)  # a look of its own: calls like earlier ones do not ask again
+    logits[1, 7] = 40.0
+    logits[2] = -INF
+    for row in range(4):
+        arguments = _arguments(logits[row : row + 1], 1.0 if row < 3 else 0.0, top_p=0.9)
+        assert torch.equal(tkernels.sample(*arguments), sample_ref(*arguments))
+        assert len(lent) == row + 1 and not lent[row].any()
+
+
 @pytest.mark.parametrize("top_k", [-1, 0, 1, 1000, 2000])
 def test_b145_padded_vocabulary_is_never_sampled(top_k: int, device: torch.device) -> None:
     """1000 columns of a buffer of 1024 whose tail is huge; k ≤ 0 or ≥ vocabulary is off."""
@@ -391,6 +445,23 @@ def test_b141_nucleus_of_a_large_flat_vocabulary(top_p: float, device: torch.dev
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_b130_wide_rows_do_not_depend_on_the_team(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows shared by many programs, by two, and each its own program's, again and again: the same tokens."""
+    rules = [*WIDE_RULES, {"top_k": 300, "top_p": 1e-3}, {"top_p": 0.5}, {}] * 14
+    logits = (torch.randn(140, 128_257, device=device) * torch.tensor([0.0, 0.1, 2.0, 8.0], device=device).repeat(35)[:, None]).to(dtype)
+    top_k, top_p = [rule.get("top_k", 0) for rule in rules], [rule.get("top_p", 1.0) for rule in rules]
+    arguments = _arguments(logits, 0.8, torch.tensor(top_k), torch.tensor(top_p), torch.arange(140), torch.arange(140))
+    tokens = tkernels.sample(*arguments)
+    assert (tokens != sample_ref(*arguments)).sum() <= 2  # at the edge of a set, sums in fp32 may decide otherwise
+    for _ in range(5):
+        assert torch.equal(tkernels.sample(*arguments), tokens)
+        for rows in (1, 2, 20, 60):
+            several = [tkernels.sample(*[x[i : i + rows] for x in arguments]) for i in range(0, 140 - rows + 1, rows)]
+            assert torch.equal(torch.cat(several), tokens[: len(several) * rows])
+
+
+@pytest.mark.gpu
 def test_b128_fresh_draws_at_every_replay(device: torch.device) -> None:
     arguments = _arguments(torch.zeros(4, 1000, device=device), [1.0, 1.0, 0.0, 1.0], top_k=[0, 50, 0, 0], seed=torch.arange(4))
     tkernels.sample(*arguments)
@@ -432,5 +503,5 @@ def test_b066_alignment_of_the_scratch_does_not_depend_on_the_rows(monkeypatch: 
     monkeypatch.setattr(sampling, "finish_kernel", Spy())
     for rows in (1, 2, 3):
         tkernels.sample(*_arguments(torch.zeros(rows, 300, device=device)))
-    assert len(pointers) == 3 * (8 + 9)
+    assert len(pointers) == 3 * (8 + 10)
     assert not [p for p in pointers if p % 16]
