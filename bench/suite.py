@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,8 @@ class Problem:
     check(peer, out) → error, for results that may differ (random draws). pick selects the part of a result that is compared.
     bytes, flops: what one call must move and compute at the least. sets: how many sets of inputs there are.
     wall: time calls back to back on the host clock instead of graphs on the device. units: of work in a call (tokens, say), by which
-    its time is divided.
+    its time is divided. apart: the peers one after the other, what torch compiled forgotten between them: where two that replay graphs of
+    torch's own cannot take turns.
     """
 
     peers: dict[str, Callable[[int], Any]]
@@ -59,6 +61,7 @@ class Problem:
     sets: int = 1
     wall: bool = False
     units: int = 1
+    apart: bool = False
     repeats: int = REPEATS
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -129,6 +132,8 @@ def _check(problem: Problem, peer: str) -> float:
 
 def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
     """Check and time ``selected``. A peer that fails has its failure as outcome and does not stop the others."""
+    if problem.apart and len(selected) > 1:
+        return dict(itertools.chain.from_iterable(_alone(problem, peer).items() for peer in selected))
     outcomes: dict[str, Outcome] = {}
     errors: dict[str, float] = {}
     runs: dict[str, Callable[[], Any]] = {}
@@ -152,6 +157,15 @@ def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
     if ON_GPU:
         torch.cuda.empty_cache()
     return outcomes
+
+
+def _alone(problem: Problem, peer: str) -> dict[str, Outcome]:
+    try:
+        return measure(problem, [peer])
+    except Exception as failure:
+        return {peer: Outcome(failure=failure)}
+    finally:
+        torch.compiler.reset()
 
 
 def _each(calls: Sequence[Callable[[], Any]]) -> None:

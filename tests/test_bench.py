@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tkernels._op import reference_ops
 
@@ -94,3 +97,26 @@ def test_graph_runtime_writes_its_file_after_each_row(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["graph_runtime", *arguments, "--budget-s", "0"])
     graph_runtime.main()
     assert all("skipped" in row for row in json.loads(out.read_text())["rows"])
+
+
+def test_peers_that_cannot_take_turns_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is through, and what torch compiled for it forgotten, before the next begins; one that fails stops no other."""
+    from bench import suite
+
+    seen: list[str] = []
+    monkeypatch.setattr(suite.torch.compiler, "reset", lambda: seen.append("reset"))
+
+    def peer(name: str, fails: bool = False) -> Callable[[int], torch.Tensor]:
+        def call(_: int) -> torch.Tensor:
+            seen.append(name)
+            if fails and seen.count(name) > 1:
+                raise AssertionError("while it was timed")
+            return torch.ones(2)
+
+        return call
+
+    peers = {"a": peer("a"), "b": peer("b", fails=True), "c": peer("c")}
+    problem = suite.Problem(peers=peers, expected=torch.ones(2), wall=True, units=2, apart=True, repeats=2)
+    outcomes = suite.measure(problem, list(peers))
+    assert [name for name, _ in itertools.groupby(seen)] == ["a", "reset", "b", "reset", "c", "reset"]
+    assert outcomes["a"].seconds and outcomes["c"].seconds and isinstance(outcomes["b"].failure, AssertionError)
