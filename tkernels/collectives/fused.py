@@ -24,25 +24,37 @@ _POINTERS = ["x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr", "scale
 
 @triton.jit
 def _add_word(word, residual, dtype: tl.constexpr):
-    """(rounded sum, its square in fp64)"""
     low, high = unpack(word, dtype)
     residual_low, residual_high = unpack(residual, dtype)
-    total = pack(low + residual_low, high + residual_high, dtype)
-    low, high = unpack(total, dtype)
-    low, high = low.to(tl.float64), high.to(tl.float64)
+    return pack(low + residual_low, high + residual_high, dtype)
+
+
+@triton.jit
+def _squares(a, b, dtype: tl.constexpr):
+    """The sum of the squares in two words; ``fma`` spelled out, so that every kernel rounds alike."""
+    a_low, a_high = unpack(a, dtype)
+    b_low, b_high = unpack(b, dtype)
     if dtype == tl.float32:
-        return total, low * low
+        return tl.fma(b_low, b_low, a_low * a_low)
     else:
-        return total, low * low + high * high
+        return tl.fma(a_high, a_high, a_low * a_low) + tl.fma(b_high, b_high, b_low * b_low)
 
 
 @triton.jit
 def _add(words, residual, dtype: tl.constexpr):
-    a, square_a = _add_word(words[0], residual[0], dtype)
-    b, square_b = _add_word(words[1], residual[1], dtype)
-    c, square_c = _add_word(words[2], residual[2], dtype)
-    d, square_d = _add_word(words[3], residual[3], dtype)
-    return a, b, c, d, (square_a + square_b) + (square_c + square_d)
+    """(four rounded sums, the sum of their squares). Within a vector squares add up in fp32, in one order. Vectors add up in fp64, since
+    kernels share them out in different ways, and agree on the bits; fp64 for each element would take a conversion each."""
+    a = _add_word(words[0], residual[0], dtype)
+    b = _add_word(words[1], residual[1], dtype)
+    c = _add_word(words[2], residual[2], dtype)
+    d = _add_word(words[3], residual[3], dtype)
+    return a, b, c, d, (_squares(a, b, dtype) + _squares(c, d, dtype)).to(tl.float64)
+
+
+@triton.jit
+def _rstd(square, hidden, eps):
+    """Of the sum of squares in fp64, which division in fp64 would only delay."""
+    return tl.rsqrt(square.to(tl.float32) / hidden + eps)
 
 
 @triton.jit
@@ -64,23 +76,21 @@ def _fp8_pair(word, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _load_weight(weight_ptr, v, i: tl.constexpr, hidden, PER: tl.constexpr, mask):
-    """The weights of word i, whatever their dtype, in fp32."""
     if PER == 4:
-        low = tl.load(weight_ptr + v * 4 + i, mask=(mask != 0) & (v * 4 + i < hidden), other=0.0).to(tl.float32)
+        low = tl.load(weight_ptr + v * 4 + i, mask=(mask != 0) & (v * 4 + i < hidden), other=0.0)
         return low, low
     else:
         e = v * 8 + 2 * i
-        low = tl.load(weight_ptr + e, mask=(mask != 0) & (e < hidden), other=0.0).to(tl.float32)
-        return low, tl.load(weight_ptr + e + 1, mask=(mask != 0) & (e + 1 < hidden), other=0.0).to(tl.float32)
+        low = tl.load(weight_ptr + e, mask=(mask != 0) & (e < hidden), other=0.0)
+        return low, tl.load(weight_ptr + e + 1, mask=(mask != 0) & (e + 1 < hidden), other=0.0)
 
 
 @triton.jit
 def _load_weights(weight_ptr, v, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.constexpr):
-    """Eight fp32 values: low and high of each word."""
+    """The weights of a vector, as they lie there: a use, and widening is one, waits for them. See ``_widen``."""
     PER: tl.constexpr = 128 // dtype.primitive_bitwidth
     if LAYOUT == _FLAT and weight_ptr.dtype.element_ty == dtype:
-        words = load_vector(weight_ptr, v, hidden, hidden, hidden, mask, LAYOUT)
-        return unpack(words[0], dtype) + unpack(words[1], dtype) + unpack(words[2], dtype) + unpack(words[3], dtype)
+        return load_vector(weight_ptr, v, hidden, hidden, hidden, mask, LAYOUT)
     else:
         return (
             _load_weight(weight_ptr, v, 0, hidden, PER, mask)
@@ -91,7 +101,20 @@ def _load_weights(weight_ptr, v, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.c
 
 
 @triton.jit
-def _store_norm(y_ptr, v, words, weights, rstd, scale, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.constexpr, FP8: tl.constexpr):
+def _widen(loaded, weight_dtype: tl.constexpr, dtype: tl.constexpr, LAYOUT: tl.constexpr):
+    """Eight fp32 values of what ``_load_weights`` returned: low and high of each word."""
+    if LAYOUT == _FLAT and weight_dtype == dtype:
+        return unpack(loaded[0], dtype) + unpack(loaded[1], dtype) + unpack(loaded[2], dtype) + unpack(loaded[3], dtype)
+    else:
+        wide = ()
+        for i in tl.static_range(8):
+            wide = wide + (loaded[i].to(tl.float32),)  # type: ignore[assignment]
+        return wide
+
+
+@triton.jit
+def _store_norm(y_ptr, v, words, loaded, rstd, scale, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.constexpr, FP8: tl.constexpr, WEIGHT: tl.constexpr):  # fmt: skip
+    weights = _widen(loaded, WEIGHT, dtype, LAYOUT)
     a = _norm_word(words[0], weights[0], weights[1], rstd, dtype)
     b = _norm_word(words[1], weights[2], weights[3], rstd, dtype)
     c = _norm_word(words[2], weights[4], weights[5], rstd, dtype)
@@ -103,6 +126,14 @@ def _store_norm(y_ptr, v, words, weights, rstd, scale, hidden, dtype: tl.constex
         BITS: tl.constexpr = 2 * PER  # of e4m3 that one word of x becomes
         low = _fp8_pair(a, scale, dtype) | (_fp8_pair(b, scale, dtype) << BITS)
         high = _fp8_pair(c, scale, dtype) | (_fp8_pair(d, scale, dtype) << BITS)
+        if LAYOUT == _FLAT:  # one store a vector: rows of y are whole vectors
+            p = y_ptr.to(tl.int64) + v.to(tl.int64) * PER
+            if PER == 8:
+                bytes8 = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+                tl.store(p.to(tl.pointer_type(tl.int64)), bytes8, mask=mask != 0)
+            else:
+                tl.store(p.to(tl.pointer_type(tl.int32)), (low & 0xFFFF) | (high << 16), mask=mask != 0)
+            return
         for i in tl.static_range(PER):
             half = low if i < PER // 2 else high
             byte = (half >> (8 * (i % (PER // 2)))) & 0xFF
@@ -160,8 +191,8 @@ def one_shot_norm_kernel(
             out = row.to(tl.int64) * hidden
             store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
             square = tl.sum(tl.where(real != 0, squares, 0.0), 0)
-            rstd = tl.rsqrt((square / hidden).to(tl.float32) + eps)
-            _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
+            rstd = _rstd(square, hidden, eps)
+            _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8, weight_ptr.dtype.element_ty)
             check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
             row += programs
     else:
@@ -169,11 +200,12 @@ def one_shot_norm_kernel(
         is_header = (row == rows) & (v == 0)
         slot_v = tl.where(row == rows, vectors + v, row * row_vectors + v)
         own = load_vector(x_ptr + row.to(tl.int64) * x_stride, v, hidden, hidden, hidden, real, LAYOUT)
+        # Asked for before the stores to the peers, behind which loads would queue.
+        residual = load_vector(residual_ptr + row.to(tl.int64) * residual_stride, v, hidden, hidden, hidden, real, LAYOUT)
+        weights = _load_weights(weight_ptr, v, hidden, dtype, real, LAYOUT)
         own = with_header(own, is_header, rows * hidden, OP, launch)
         sent = real | is_header.to(tl.int32)
         push(workspaces, RANK * SLOT + slot_offset(launch, slot_v, vectors, HALF), own, sent * alive, RANK, WORLD)
-        residual = load_vector(residual_ptr + row.to(tl.int64) * residual_stride, v, hidden, hidden, hidden, real, LAYOUT)
-        weights = _load_weights(weight_ptr, v, hidden, dtype, (v < row_vectors).to(tl.int32), LAYOUT)
         counted = advance(state, LANES)
         got = poll(workspaces[RANK] + slot_offset(launch, slot_v, vectors, HALF), sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         a, b, c, d, squares = _add(sum_ranks(own, got, dtype, RANK, WORLD), residual, dtype)
@@ -182,8 +214,8 @@ def one_shot_norm_kernel(
             square = _swap_squares(square, state, row, rows, part, lanes, limit, SPLIT)
         out = row.to(tl.int64) * hidden
         store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
-        rstd = tl.rsqrt((square / hidden).to(tl.float32) + eps)
-        _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
+        rstd = _rstd(square, hidden, eps)
+        _store_norm(y_ptr + out, v, (a, b, c, d), weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8, weight_ptr.dtype.element_ty)
         check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
     end(state, report, launch, finished, counted, OP, LANES)
 
@@ -252,6 +284,11 @@ def two_shot_norm_kernel(
         sent = ((lanes < part) & (row < rows)).to(tl.int32)
         push(workspaces, (WORLD + RANK) * SLOT + slot_offset(launch, slot_v, vectors, HALF), own, sent * alive, RANK, WORLD)
         check_headers(row == rows, is_header, got, rows * hidden, OP, launch, state, report, alive, RANK, WORLD)
+        weights = ()  # on their way while the sums are
+        for s in tl.static_range(WORLD):
+            v = s * part + lanes
+            real = ((lanes < part) & (v < row_vectors) & (row < rows)).to(tl.int32)
+            weights = weights + (_load_weights(weight_ptr, v, hidden, dtype, real, LAYOUT),)  # type: ignore[assignment]
         address = workspaces[RANK] + WORLD * SLOT + slot_offset(launch, slot_v, vectors, HALF)
         got = poll(address, sent, state, report, limit, OP, RANK, WORLD, SLOT, FENCE)
         out = row.to(tl.int64) * hidden
@@ -269,12 +306,11 @@ def two_shot_norm_kernel(
             store_vector(total_ptr + out, v, (a, b, c, d), hidden, hidden, hidden, real, LAYOUT)
             totals = totals + (a, b, c, d)  # type: ignore[assignment]
             squares += tl.where(real != 0, square, 0.0)
-        rstd = tl.rsqrt((tl.sum(squares, 0) / hidden).to(tl.float32) + eps)
+        rstd = _rstd(tl.sum(squares, 0), hidden, eps)
         for s in tl.static_range(WORLD):
             v = s * part + lanes
             real = ((lanes < part) & (v < row_vectors) & (row < rows)).to(tl.int32)
-            weights = _load_weights(weight_ptr, v, hidden, dtype, real, LAYOUT)
             words = (totals[4 * s], totals[4 * s + 1], totals[4 * s + 2], totals[4 * s + 3])
-            _store_norm(y_ptr + out, v, words, weights, rstd, scale, hidden, dtype, real, LAYOUT, FP8)
+            _store_norm(y_ptr + out, v, words, weights[s], rstd, scale, hidden, dtype, real, LAYOUT, FP8, weight_ptr.dtype.element_ty)
         row += tl.num_programs(0)
     end(state, report, launch, finished, counted, OP, LANES)

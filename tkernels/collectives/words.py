@@ -129,10 +129,18 @@ def unpack(word, dtype: tl.constexpr):
         return low.to(tl.float32), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+@triton.constexpr_function
+def _pack_asm(dtype):
+    return f"cvt.rn.{'bf16x2' if dtype == tl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
 @triton.jit
 def pack(low, high, dtype: tl.constexpr):
+    """Both rounded to nearest even in one instruction; the compiler converts them one by one, at a quarter of the rate each."""
     if dtype == tl.float32:
         return low.to(tl.int32, bitcast=True)
+    elif not _INTERPRETED:
+        return tl.inline_asm_elementwise(_pack_asm(dtype), "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
     else:
         rounded_low = cast(low, dtype).to(tl.int16, bitcast=True).to(tl.int32)
         rounded_high = cast(high, dtype).to(tl.int16, bitcast=True).to(tl.int32)
