@@ -113,7 +113,9 @@ def _widen(loaded, weight_dtype: tl.constexpr, dtype: tl.constexpr, LAYOUT: tl.c
 
 
 @triton.jit
-def _store_norm(y_ptr, v, words, loaded, rstd, scale, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.constexpr, FP8: tl.constexpr, WEIGHT: tl.constexpr):  # fmt: skip
+def _store_norm(
+    y_ptr, v, words, loaded, rstd, scale, hidden, dtype: tl.constexpr, mask, LAYOUT: tl.constexpr, FP8: tl.constexpr, WEIGHT: tl.constexpr
+):
     weights = _widen(loaded, WEIGHT, dtype, LAYOUT)
     a = _norm_word(words[0], weights[0], weights[1], rstd, dtype)
     b = _norm_word(words[1], weights[2], weights[3], rstd, dtype)
