@@ -151,8 +151,10 @@ class Dispatcher:
         n = sizes[self.token]
         candidates = self.keys.get(key)
         context = self.table.bucket(context)
-        costs = self.table.costs(context)
         eager_ms = self.eager_ms(key, n, context)
+
+        def cost(mode: str, size: int) -> float | None:
+            return self.table.padded(key, mode, size, min(n, size), context)
 
         def eager(reason: str, others: list[Alternative]) -> Decision:
             return Decision("eager", n, 0, eager_ms, reason, tuple(others), context)
@@ -168,7 +170,7 @@ class Dispatcher:
         legal: list[tuple[tuple[Any, ...], str, int]] = []
         others: list[Alternative] = []
         for (mode, size), padded in sorted(candidates.graphs.items(), key=lambda item: (item[0][1], MODES.index(item[0][0]))):
-            ms = costs.get((key, mode, size))
+            ms = cost(mode, size)
             why = ""
             if self.mode not in ("auto", mode):
                 why = f'graph.mode = "{self.mode}"'
@@ -196,20 +198,20 @@ class Dispatcher:
             )
         legal.sort()
         _, mode, size = legal[0]
-        ms = least = costs.get((key, mode, size))
+        ms = least = cost(mode, size)
         reason = "the cheapest that fits" if ms is not None else "not measured: a full graph first, then the smallest that fits"
         if ms is not None and not self.nearest:
-            chosen = choose([(other, m, s) for _, m, s in legal if (other := costs.get((key, m, s))) is not None])
+            chosen = choose([(other, m, s) for _, m, s in legal if (other := cost(m, s)) is not None])
             if chosen[2] < size:
                 ms, mode, size = chosen
                 legal.sort(key=lambda each: each[1:] != (mode, size))
                 reason = f"within {NOISE:.0%} of the cheapest that fits, and pads less"
         if self.mode == "auto" and not self.nearest and least is not None and eager_ms is not None and eager_ms <= least:
-            others += [Alternative(m, s, costs.get((key, m, s)), "slower than eager") for _, m, s in legal]
+            others += [Alternative(m, s, cost(m, s), "slower than eager") for _, m, s in legal]
             return eager("no graph that fits is cheaper", others if not brief else [])
         if not brief:
             why = 'graph.pick = "nearest"' if self.nearest else "not the cheapest"
-            others = [Alternative(m, s, other := costs.get((key, m, s)), why if not _below(other, ms) else "pads more")
+            others = [Alternative(m, s, other := cost(m, s), why if not _below(other, ms) else "pads more")
                       for _, m, s in legal[1:]] + others  # fmt: skip
             if eager_ms is not None:
                 why = f'graph.mode = "{self.mode}"' if self.mode != "auto" else why if self.nearest else "slower"

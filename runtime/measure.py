@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from runtime import ranks
+from runtime.plan import between
 
 FORMAT = 2
 
@@ -104,7 +105,7 @@ class CostTable:
     """Median ms and graph bytes by (key, mode, size). key: the host values of the step, as text.
 
     ms: at the usual context. context: what that is, in tokens a sequence; 0 where nothing depends on it. other_contexts: the same at
-    other contexts; what is not in there costs what it does in ``ms``.
+    other contexts. What is not in there costs what it does in ``ms`` and what that context adds to graphs of about its size.
     """
 
     valid_for: dict[str, str]
@@ -121,9 +122,19 @@ class CostTable:
         return min((self.context, *self.other_contexts), key=lambda c: (max(c, context) / min(c, context), c))
 
     def costs(self, bucket: int) -> Mapping[At, float]:
-        """The costs at a measured context."""
+        """The costs at a measured context; at the usual one for what was timed at that alone."""
         there = self.other_contexts.get(bucket)
         return self.ms if there is None else ChainMap(there, self.ms)
+
+    def padded(self, key: str, mode: str, size: int, rows: int, bucket: int) -> float | None:
+        """What a graph of ``size`` costs with ``rows`` of its rows live: what the context adds, it adds for those alone."""
+        at = key, mode, size
+        ms = self.costs(bucket).get(at)
+        if ms is None or rows == size or not self.other_contexts:
+            return ms
+        shortest = min(self.context, *self.other_contexts)
+        least = min(ms, self.costs(shortest).get(at, ms))
+        return least + (ms - least) * rows / size
 
     def set_contexts(self, contexts: Iterable[int]) -> None:
         """What is to be measured, the usual context first. What was measured at these is kept, the rest forgotten."""
@@ -180,5 +191,14 @@ class CostTable:
 
     def at(self, key: str, mode: str, bucket: int | None = None) -> dict[int, float]:
         """size -> ms, ascending; at the usual context, or at another measured one."""
-        costs = self.ms if bucket is None else self.costs(bucket)
-        return {size: ms for (k, m, size), ms in sorted(costs.items()) if k == key and m == mode}
+        usual = {size: ms for (k, m, size), ms in sorted(self.ms.items()) if k == key and m == mode}
+        there = self.other_contexts.get(self.context if bucket is None else bucket)
+        if there is None:
+            return usual
+        added: dict[int, float] = {}  # to the graph of each size, the lesser where there are two
+        for (k, m, size), ms in sorted(there.items(), key=lambda item: item[0][2]):
+            if k == key and m != "eager" and (k, m, size) in self.ms:
+                added[size] = min(added.get(size, float("inf")), ms - self.ms[k, m, size])
+        found = {size: ms + (between(added, size) or 0.0) for size, ms in usual.items()}
+        found |= {size: ms for (k, m, size), ms in there.items() if k == key and m == mode}
+        return dict(sorted(found.items()))
