@@ -27,7 +27,9 @@ STATE_WORDS = 64  # int32 words of device state in front of the words between pr
 # State, in device memory: word 0 counts launches, 1 finished launches (each gains _TICK a launch), 2 is set once a launch has failed.
 # Report, in memory that the host reads: word 0: op of a time-out, 1: op of a disagreement, 2: op of an overlap;
 # from 8: 1 for each rank that did not arrive; from 24: elements, and from 40: op, in the header of a rank that disagreed.
+# The counters wrap: a launch's number is the counter shifted, which rounds down also where it is negative, as division would not.
 _TICK = tl.constexpr(1024)
+_TICK_BITS = tl.constexpr(10)
 _HEADER = tl.constexpr(HEADER_BYTES)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -149,8 +151,8 @@ def begin(state, limit, FENCE: tl.constexpr):
     """(number of this launch, whether the group still works, ns to wait). Nothing is pushed once a launch has failed: a peer
     must not take the rest for data."""
     p = state.to(tl.pointer_type(tl.int32))
-    launch = tl.load(p, volatile=True) // _TICK
-    finished = tl.load(p + 1, volatile=True) // _TICK
+    launch = tl.load(p, volatile=True) >> _TICK_BITS
+    finished = tl.load(p + 1, volatile=True) >> _TICK_BITS
     failed = tl.load(p + 2, volatile=True)
     if FENCE:
         if not _INTERPRETED:
@@ -191,8 +193,8 @@ def end(state, report, launch, finished, counted, OP: tl.constexpr, LANES: tl.co
     lanes = tl.arange(0, LANES)
     p = state.to(tl.pointer_type(tl.int32))
     tl.atomic_add(p + 1, _share(), sem="relaxed", scope="gpu")
-    again = (tl.program_id(0) == 0) & (counted % _TICK >= _TICK // 2)
-    overlap = (lanes == 0) & ((finished != launch) | (counted // _TICK != launch) | again)
+    again = (tl.program_id(0) == 0) & ((counted & (_TICK - 1)) >= _TICK // 2)
+    overlap = (lanes == 0) & ((finished != launch) | ((counted >> _TICK_BITS) != launch) | again)
     tl.store(p + 2 + lanes * 0, 1, mask=overlap)
     tl.store((report + 8).to(tl.pointer_type(tl.int32)) + lanes * 0, OP, mask=overlap)
 

@@ -539,6 +539,21 @@ def b125_a_late_rank_is_named_and_its_absence_is_nan(at: Rank) -> None:
 
 
 @case
+def the_launch_counters_wrap(at: Rank) -> None:
+    """Each gains 1024 a launch, so it turns negative after two million launches, a matter of minutes."""
+    state = find(at.group).state
+    assert state is not None
+    for start in (2**31 - 2 * 1024, -2 * 1024):
+        sync()
+        state[:2] = start
+        sync()
+        at.everywhere("")
+        for step in range(50 if GPU else 3):
+            xs = at.inputs(200_000 if GPU else 1000, torch.float32, 70 + step)  # several programs
+            same_bits(C.all_reduce(xs[at.rank].to(at.device), at.group), expected_sum(xs), (start, step))
+
+
+@case
 def b123_set_up_and_torn_down_many_times(at: Rank) -> None:
     process_group = dist.new_group(list(range(at.world)))
     late = random.Random(at.rank)

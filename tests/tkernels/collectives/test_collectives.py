@@ -18,7 +18,8 @@ import torch
 
 from tests.tkernels.collectives.cases import CASES, GPU, runs
 from tests.tkernels.recording_driver import run_recorded
-from tkernels._triton import HAVE_TRITON
+from tkernels._triton import HAVE_TRITON, tl, triton
+from tkernels.collectives.lamport import begin
 from tkernels.collectives.plan import MAX_WORLD, Launch, Sizes, plan_all_reduce, plan_fused, plan_gather
 
 HERE = Path(__file__).parent
@@ -94,6 +95,25 @@ def test_a_killed_rank_is_named_by_the_others(world: int) -> None:
     for rank, (code, out) in enumerate(outs):
         if rank != 1:
             assert code == 0 and "all_reduce (one-shot)" in out and "waited 3 s for rank 1" in out, (rank, code, out[-2000:])
+
+
+@triton.jit
+def _begin_kernel(state, out_ptr):
+    launch, finished, alive, _ = begin(state, 0, False)
+    tl.store(out_ptr, launch)
+    tl.store(out_ptr + 1, finished)
+    tl.store(out_ptr + 2, alive)
+
+
+@pytest.mark.parametrize("launch", [0, 2**21 - 1, -(2**21), -1])
+def test_programs_of_a_launch_agree_on_its_number_when_the_counter_is_negative(launch: int, device: torch.device) -> None:
+    """Some read it after others have added their shares."""
+    for share in (0, 1, 1023):
+        state = torch.zeros(64, dtype=torch.int32, device=device)
+        state[:2] = launch * 1024 + share
+        out = torch.empty(3, dtype=torch.int32, device=device)
+        _begin_kernel[(1,)](state.data_ptr(), out)
+        assert out.tolist() == [launch, launch, 1], share
 
 
 _RECORDED = """
