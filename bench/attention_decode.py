@@ -1,6 +1,6 @@
 """Decode over a paged cache against torch SDPA on contiguous KV, in one run, inside CUDA graphs.
 
-    python -m bench.attention_decode [--cases rows,mixed,fp8,window,queries,length,batch] [--sweep]
+    python -m bench.attention_decode [--cases rows,mixed,fp8,window,features,queries,cascade,length,batch] [--sweep]
 
 Each case is checked against the oracle first; a wrong one is not timed. --sweep: every tile choice of _SWEEP besides the shipped one.
 """
@@ -19,6 +19,7 @@ from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, 
 from bench.harness import write_results
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention._tiles import DecodeTiles
+from tkernels.attention.cascade import cascade_attention
 from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.ref import paged_attention_ref
 
@@ -90,9 +91,20 @@ def check(batch: Batch, call: Any, **keywords: Any) -> float:
     return error
 
 
+def part_of(batch: Batch, lens: list[int]) -> Batch:
+    """Sequences of one query token and one length, on pages of ``batch``, whose cache is as large as any of them needs."""
+    count, each = len(lens), -(-lens[0] // batch.k_cache.shape[1])
+    pages = batch.tables[0].flatten()
+    copies = min(64, len(pages) // (count * each))
+    tables = list(pages[: copies * count * each].view(copies, count, each).contiguous())
+    starts = batch.cu_seqlens_q[: count + 1]
+    kv_bytes = 2 * sum(lens) * batch.k_cache[0, 0].nbytes
+    return Batch(batch.q[:count], batch.k_cache, batch.v_cache, tables, torch.tensor(lens, dtype=torch.int32).cuda(), starts, kv_bytes)
+
+
 def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] | None = None, sweep: dict[str, Any] | None = None,
-             cache_dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
-    batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
+             cache_dtype: torch.dtype = torch.bfloat16, within: Batch | None = None, **keywords: Any) -> dict[str, Any]:  # fmt: skip
+    batch = part_of(within, lens) if within is not None else make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
     calls = {"ours": ours(batch, **keywords)}
     for label, choice in (sweep or {}).items():
         calls[label] = ours(batch, choice, **keywords)
@@ -108,6 +120,34 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
     print(f"{name:>18} ours {times['ours']:8.1f}  floor {floor:7.1f} x{times['ours'] / floor:5.2f}  sdpa x{ratio}  "
           + "  ".join(f"{k} {v:.1f}" for k, v in times.items() if k != "ours"), flush=True)  # fmt: skip
     return result
+
+
+def run_cascade(seqs: int, shared: int, own: int) -> dict[str, Any]:
+    """One step of sequences whose first ``shared`` keys are the same pages: with and without cascade."""
+    batch = make_batch([shared + own] * seqs, [1] * seqs)
+    pages = shared // batch.k_cache.shape[1]
+    for table in batch.tables:
+        table[:, :pages] = table[0, :pages]
+    tails = [table[:, pages:].contiguous() for table in batch.tables]
+    shared_len = torch.tensor([shared], dtype=torch.int32, device="cuda")
+    own_lens = torch.full((seqs,), own, dtype=torch.int32, device="cuda")
+    scale = batch.q.shape[-1] ** -0.5
+
+    def cascade(i: int) -> Any:
+        prefix, tail = batch.tables[i % len(tails)][0, :pages], tails[i % len(tails)]
+        return cascade_attention(
+            batch.q, batch.k_cache, batch.v_cache, prefix, shared_len, tail, own_lens, batch.cu_seqlens_q, scale=scale, max_query_len=1
+        )
+
+    calls = {"ours": cascade, "without": ours(batch)}
+    errors = {label: check(batch, call) for label, call in calls.items()}
+    times = interleaved({label: capture(call, 10) for label, call in calls.items()}, 10)
+    name = f"cascade {seqs} x ({shared} + {own})"
+    print(
+        f"{name:>18} {times['ours']:8.1f} without {times['without']:8.1f}, {times['without'] / times['ours']:.2f} times faster", flush=True
+    )
+    read = 2 * (shared + seqs * own) * batch.k_cache[0, 0].nbytes
+    return {"case": name, "us": times, "error": errors, "floor_us": read / READ_BANDWIDTH * 1e6, "kv_bytes": read}
 
 
 def main() -> None:
@@ -142,14 +182,17 @@ def main() -> None:
         for query in (1, 2, 4, 8):
             for b, n in ((1, 8192), (32, 4096)):
                 results.append(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
-    if "length" in cases:
-        for b in (1, 16):
-            for power in range(18):
-                for n in sorted({max(1, 2**power - 1), 2**power, 2**power + 1}):
-                    results.append(run_case(f"length {b} x {n}", [n] * b))
-    if "batch" in cases:
-        for b in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 33, 48, 64, 65, 66, 67, 96, 128, 129, 160, 192, 224, 255, 256):
-            results.append(run_case(f"batch {b} x 8192", [8192] * b))
+    if "cascade" in cases:
+        results.append(run_cascade(64, 8192, 128))
+    if {"length", "batch"} & set(cases):
+        everything = make_batch([8192] * 256, [1] * 256, rotate=0)
+        if "length" in cases:
+            for b in (1, 16):
+                for n in sorted({max(1, 2**power + more) for power in range(18) for more in (-1, 0, 1)} - {2**17 + 1}):
+                    results.append(run_case(f"length {b} x {n}", [n] * b, within=everything))
+        if "batch" in cases:
+            for b in (*range(1, 34), *range(36, 65, 4), 65, *range(72, 257, 8), 129, 255):
+                results.append(run_case(f"batch {b} x 8192", [8192] * b, within=everything))
     if options.out:
         write_results(options.out, "python -m bench.attention_decode", results)
 
