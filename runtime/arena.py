@@ -49,6 +49,8 @@ class Arena:
             self._block = torch.zeros(max(end, _ALIGN), dtype=torch.uint8, device=device)
         self.device = self._block.device  # with its index
         self._staging = Staging(self.specs, self.names, self._offsets, self.largest, self._block)
+        self.hand_out = self._staging.hand_out
+        """``host`` for a layout, as tensors too; then call ``send`` with it."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         # Rows from _dirty[name] on hold the padding value already; unless a packed copy has put there what a staging buffer held.
@@ -114,10 +116,6 @@ class Arena:
         Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
         """
         return self.hand_out(self.layout(real, padded)).heads
-
-    def hand_out(self, layout: Layout) -> Part:
-        """``host`` for a layout, as tensors too; then call ``send`` with it."""
-        return self._staging.hand_out(layout)
 
     @property
     def handed_out(self) -> int:

@@ -44,13 +44,18 @@ def illegal_shape(key: KeySteps, call: Call) -> str:
     return ""
 
 
+# Every step asks these: looked up once.
+_is_autocast_enabled = torch.is_autocast_enabled
+_functorch_transform, _num_dispatch_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
+
+
 def illegal_state(device: torch.device) -> str:
     """Why no graph may serve a call in the caller's present modes, or ""."""
-    if torch.is_autocast_enabled(device.type):
+    if _is_autocast_enabled(device.type):
         return "torch.autocast is on, and graphs are captured without it"
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors of vmap, grad and jvp have no memory that could be copied
+    if _functorch_transform() is not None:  # tensors of vmap, grad and jvp have no memory that could be copied
         return "within a transform of torch.func, and graphs are captured outside"
-    if torch._C._len_torch_dispatch_stack():  # who counts, records or fakes operators would see a copy and nothing else
+    if _num_dispatch_modes():  # who counts, records or fakes operators would see a copy and nothing else
         return "within a dispatch mode of torch, and graphs are captured outside"
     return ""
 

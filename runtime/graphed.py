@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from runtime.binding import PLAIN, Dynamic, key_text
@@ -28,6 +29,9 @@ from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
 from runtime.ready import Known, Ready, known_call
 from runtime.steps import Bound, Captured, KeySteps, Steps
+
+# Every step asks these: looked up once.
+_is_grad_enabled, _set_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled, torch.is_autocast_enabled
 
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
@@ -80,11 +84,11 @@ class GraphedModule(CapturedModule):
         return AtContext(self, context)
 
     def _call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # constant to it; false whenever this runs
+        if is_dynamo_compiling():  # constant to it; false whenever this runs
             return _untraced_call(self, context, args, kwargs)
         with self._lock:  # calls of several threads take turns: they fill the same input buffers
-            with_grad = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
+            with_grad = _is_grad_enabled()
+            _set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
             try:
                 steps, dispatcher = self._steps, self._dispatcher
                 if steps is None or dispatcher is None:
@@ -93,14 +97,14 @@ class GraphedModule(CapturedModule):
                 if known is None or known.context != context or (tensors := known.tensors(args, kwargs)) is None:
                     return self._look_up(steps, dispatcher, context, args, kwargs)
                 ready = known.ready
-                if not ready.is_current() or torch.is_autocast_enabled(ready.device_type):
+                if not ready.is_current() or _is_autocast_enabled(ready.device_type):
                     return self._look_up(steps, dispatcher, context, args, kwargs)
                 if (moved := steps.persistent.moved(self.config.graph.check != "off")) is not None:
                     return self._look_up(steps, dispatcher, context, args, kwargs, moved)
                 ready.count[0] += 1
                 return known.run(steps, tensors)
             finally:
-                torch._C._set_grad_enabled(with_grad)
+                _set_grad_enabled(with_grad)
 
     def _first_call(self, context: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Warms up on its own arguments."""
@@ -191,9 +195,15 @@ class GraphedModule(CapturedModule):
         if steps is None or dispatcher is None:
             self._check_sizes(sizes)
             return None
-        plain = all(v.__class__ in PLAIN for v in host.values())  # the texts of others need not tell them apart
-        known_by = (*sizes.items(), dispatcher.bucket(context), *[(n, v.__class__, repr(v)) for n, v in host.items() if plain])
-        ready: Ready | None = dispatcher.memo.get(known_by) if plain else None
+        plain, known_by = True, [*sizes.items(), dispatcher.bucket(context)]
+        for name, value in host.items():
+            kind = value.__class__
+            if kind not in PLAIN:  # the texts of others need not tell them apart
+                plain = False
+                break
+            known_by += name, kind, value if kind is int else repr(value)
+        remembered_as = tuple(known_by)
+        ready: Ready | None = dispatcher.memo.get(remembered_as) if plain else None
         if ready is None or not ready.is_current():
             ready = self._ready_to_stage(steps, dispatcher, sizes, context, host)
             if ready is None:
@@ -201,7 +211,7 @@ class GraphedModule(CapturedModule):
             if len(dispatcher.memo) > _MAX_READY:
                 dispatcher.memo.clear()
             if plain:
-                dispatcher.memo[known_by] = ready
+                dispatcher.memo[remembered_as] = ready
         arena = ready.arena
         if illegal_state(arena.device):
             return None
@@ -231,8 +241,8 @@ class GraphedModule(CapturedModule):
 
     def _run_staged(self, ready: Ready, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
         with self._lock:
-            with_grad = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
+            with_grad = _is_grad_enabled()
+            _set_grad_enabled(False)
             try:
                 steps, arena = self._steps, ready.arena
                 if steps is None or not ready.is_current() or arena.handed_out != handed_out:
@@ -248,7 +258,7 @@ class GraphedModule(CapturedModule):
                 ready.count[0] += 1
                 return replay_staged(steps, ready) if check == "poison" else ready.run(steps)
             finally:
-                torch._C._set_grad_enabled(with_grad)
+                _set_grad_enabled(with_grad)
 
     def run_as(self, mode: str, size: int, *args: Any, **kwargs: Any) -> Any:
         """Run a call in this mode, by the graph captured at this size, whatever would be picked; "eager" at its own size. Counts

@@ -44,17 +44,19 @@ class Ready:
         """Whether its step was not reset, dropped or captured again."""
         return self.key.captured.get(self._at) is self.captured
 
-    def run(self, steps: Steps) -> Any:
-        """Run it on what was written into the staging buffer, and hand out its real rows."""
-        steps.pool.follow()
-        self.arena.send(self.layout)
-        return self.finish(steps)
-
-    def finish(self, steps: Steps) -> Any:
-        """The same on inputs that lie in the arena."""
+    def run(self, steps: Steps, is_sent: bool = False) -> Any:
+        """Run it on what was written into the staging buffer, and hand out its real rows. is_sent: on inputs that lie in the arena."""
+        if not is_sent:
+            steps.pool.follow()
+            self.arena.send(self.layout)
         self.captured.step.replay()
-        steps.replays += 1
-        return self.rows.copied() if self.borrow is False else outputs(steps, self.arena, self.rows, self.borrow)
+        steps.replays = now = steps.replays + 1
+        borrow = self.borrow
+        if borrow is False:
+            return self.rows.copied()
+        if borrow is True:
+            return outputs(steps, self.arena, self.rows, borrow)
+        return self.rows.lent(borrow, partial(_replayed_since, steps, now))
 
 
 class Known:
@@ -87,7 +89,9 @@ class Known:
         place_of = {name: place for place, name in names.items()}
         self._names = list(ready.arena.names)  # in the arena's order, in which its buffers are written
         places = [place_of[name] for name in self._names]
-        self._take: Callable[[Any], tuple[Any, ...]] = itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
+        first, end = places[0], places[0] + len(places)
+        in_a_row = places == list(range(first, end))  # as arguments mostly are
+        self._take: Callable[[Any], tuple[Any, ...]] = itemgetter(slice(first, end)) if in_a_row else itemgetter(*places)
         tensors = self._take(values)
         self._is_packed = [tensor.is_cpu for tensor in tensors]
         self._all_packed = all(self._is_packed)
@@ -102,7 +106,8 @@ class Known:
             return None
         values = (*args, *kwargs.values())
         for place, value in self._host:
-            if not same_value(values[place], value):
+            given = values[place]
+            if given is not value and not same_value(given, value):
                 return None
         tensors = self._take(values)
         return tensors if self._guard.check(*tensors) else None
@@ -124,7 +129,7 @@ class Known:
             arena.pack([name for name, _ in here], [tensor for _, tensor in here], layout)
         rest = [(name, tensor) for name, tensor, is_packed in zip(self._names, tensors, packed, strict=True) if not is_packed]
         arena.copy([name for name, _ in rest], [tensor for _, tensor in rest], layout)
-        return ready.finish(steps)
+        return ready.run(steps, is_sent=True)
 
 
 def known_call(ready: Ready, context: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: list[str]) -> Known | None:

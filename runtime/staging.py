@@ -68,13 +68,14 @@ class Ring:
     def __init__(self, size: int, events: Sequence[Any]) -> None:
         self.size, self.turn = size, 0
         self._half, self._events = size // 2, events
-        self._awaited: Any = None
+        self.awaited: Any = None
+        """The event to be waited for before this turn's buffer is written; mostly none."""
 
     def wait(self) -> None:
         """Before the buffer of this turn is written."""
-        if self._awaited is not None:
-            self._awaited.synchronize()
-            self._awaited = None
+        if self.awaited is not None:
+            self.awaited.synchronize()
+            self.awaited = None
 
     def sent(self, stream: Any) -> None:
         """The copy from this turn's buffer is under way on the stream, behind all copies before it: on to the next buffer."""
@@ -83,7 +84,7 @@ class Ring:
             self.turn = done % self.size
             if self._events:
                 self._events[done // self._half - 1].record(stream)
-                self._awaited = self._events[self.turn // self._half]
+                self.awaited = self._events[self.turn // self._half]
 
 
 class Staging:
@@ -124,7 +125,8 @@ class Staging:
     def hand_out(self, layout: Layout) -> Part:
         """The next buffer, at this layout: the part to write into. Waits until the device has read what it held."""
         ring = self.ring
-        ring.wait()
+        if ring.awaited is not None:
+            ring.wait()
         turn = ring.turn
         self.handed_out += 1
         part = layout.parts[turn] or self._make_part(layout, turn)

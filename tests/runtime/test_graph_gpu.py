@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import graph_toys as toys
@@ -305,7 +306,7 @@ def test_another_thread_may_use_the_device_during_a_capture(device: torch.device
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="judged on a quiet machine: run this test alone, without -n")
 def test_host_time_of_a_full_replay(device: torch.device) -> None:
-    """14 host inputs, packed and copied, dispatched, parameters swept, one launch: at most 30 µs beyond an empty call."""
+    """14 host inputs, packed and copied, dispatched, parameters swept: at most 30 µs beyond the launch alone, outputs lent."""
 
     class Empty(nn.Module):
         def __init__(self) -> None:
@@ -316,17 +317,24 @@ def test_host_time_of_a_full_replay(device: torch.device) -> None:
             return a + b
 
     names = "abcdefghijkmno"
-    fast = make(Empty().to(device), {name: 0 for name in names}, mode="full", max_tokens=64)
+    fast = make(Empty().to(device), {name: 0 for name in names}, mode="full", max_tokens=64, borrow=(0,))
     inputs = {name: torch.arange(64) for name in names}
     fast.warmup(**inputs)
     level_costs(fast)
-    times = []
-    for _ in range(300):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fast(**inputs)
-        times.append(time.perf_counter() - start)
-    assert sorted(times)[150] < 60e-6, f"{sorted(times)[150] * 1e6:.1f} µs"  # twice the target: the machine may be busy
+    fast(**inputs)
+    launch = next(iter(fast._steps.keys.values())).captured["full", 64].step.replay  # type: ignore[union-attr]
+
+    def median_us(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(300):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[150] * 1e6
+
+    call, alone = median_us(lambda: fast(**inputs)), median_us(launch)
+    assert call - alone < 45, f"{call:.1f} µs, the launch alone {alone:.1f} µs"  # half again the target: the machine may be busy
 
 
 def test_sync_inside_a_module_is_named(device: torch.device) -> None:
