@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from bench import harness, suite
-from bench.peers import versions, why_absent
+from bench.peers import versions, why_absent, why_not_compiled
 
 _OF_A_RUN = ("commit", "sm_clock", "memory_clock")
 _CLOCK = suite.VirtualClock()
@@ -105,6 +105,9 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Callabl
         if peer not in outcomes:
             pytest.skip(f"{peer}: has no such operation")
         outcome = outcomes[peer]
+        reason = why_not_compiled(peer, outcome.failure)
+        if reason is not None:
+            pytest.skip(f"{peer}: absent, {reason}")
         if outcome.failure is not None:
             raise outcome.failure
         _report(request, benchmark, problem, outcome)

@@ -47,6 +47,17 @@ def why_absent(peer: str) -> str | None:
     return None
 
 
+def why_not_compiled(peer: str, failure: BaseException | None) -> str | None:
+    """The reason why a peer that Inductor compiles has no result: its compiler failed. None for any other failure, a wrong answer above all,
+    and for what is ours."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    if peer.startswith(OURS) or not isinstance(failure, BackendCompilerFailed):
+        return None
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return f"torch {torch.__version__} cannot compile it: {type(failure).__name__}: {lines[0] if lines else ''}"[:200]
+
+
 def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` compiled for the shapes that it is called with."""
     return torch.compile(function, dynamic=False, fullgraph=True)

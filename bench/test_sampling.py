@@ -18,7 +18,12 @@ from tkernels.sampling import sample_ref
 
 (VOCAB,) = sizes([128256], [300])
 ROWS = sizes([1, 64, 256], [1])
-RULES = {"greedy": (0.0, 0, 1.0), "temperature": (0.8, 0, 1.0), "top-k 50": (0.8, 50, 1.0), "top-p 0.9": (0.8, 0, 0.9)}
+RULES = {
+    "greedy": (0.0, 0, 1.0), "temperature": (0.8, 0, 1.0), "top-k 50": (0.8, 50, 1.0), "top-p 0.9": (0.8, 0, 0.9),
+    "top-k 50, top-p 0.9": (0.8, 50, 0.9), "top-p 0.9, peaked": (0.8, 0, 0.9),
+}  # fmt: skip
+# Standard deviation of the logits: 2 leaves top-p 0.9 some ten thousand tokens, 8 a handful, as a model that knows what to say does.
+SPREAD = {"top-p 0.9, peaked": 8.0}
 CASES = [(rule, rows) for rule in sizes(list(RULES), ["greedy", "top-k 50"]) for rows in ROWS]
 
 
@@ -47,6 +52,8 @@ def _flashinfer_sampler(temperature: float, top_k: int, top_p: float) -> Any:
         from flashinfer import sampling
 
         probabilities = torch.softmax(logits.float() / temperature, -1)
+        if top_k and top_p < 1:
+            return sampling.top_k_top_p_sampling_from_probs(probabilities, top_k, top_p, filter_apply_order="top_k_first")
         if top_k:
             return sampling.top_k_sampling_from_probs(probabilities, top_k)
         if top_p < 1:
@@ -65,7 +72,7 @@ def _kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) ->
     if top_k:
         kept &= wide >= wide.topk(top_k).values[:, -1:]
     if top_p < 1:
-        values, _ = (wide / temperature).sort(descending=True)
+        values, _ = (wide.masked_fill(~kept, -float("inf")) / temperature).sort(descending=True)
         probabilities = values.softmax(-1)
         # a little more than top_p: peers sum in fp32
         count = (probabilities.cumsum(-1) - probabilities < top_p * 1.001).sum(-1, keepdim=True)
@@ -81,7 +88,8 @@ def test_sample(measure: Any, case: tuple[str, int], peer: str) -> None:
 
     def build() -> Problem:
         moved = rows * VOCAB * DTYPE.itemsize
-        logits = [(2 * torch.randn((rows, VOCAB), device=DEVICE)).to(DTYPE) for _ in range(sets_for(moved))]
+        spread = SPREAD.get(rule, 2.0)
+        logits = [(spread * torch.randn((rows, VOCAB), device=DEVICE)).to(DTYPE) for _ in range(sets_for(moved))]
 
         def rows_of(value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((rows,), value, dtype=dtype, device=DEVICE)

@@ -64,6 +64,26 @@ def test_two_runs_compare(tmp_path: Path) -> None:
     assert "machine_info is different" not in done.stdout
 
 
+def test_a_peer_that_cannot_be_compiled_is_absent_and_a_failing_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / "test_uncompiled.py").write_text(
+        "import pytest, torch\n"
+        "from bench.suite import DEVICE, Problem\n"
+        "def refuse(graph, inputs):\n"
+        "    raise TypeError('list indices must be integers')\n"
+        "@pytest.mark.parametrize('case', [1])\n"
+        "@pytest.mark.parametrize('peer', ['tkernels', 'torch eager', 'torch compiled', 'torch failing'])\n"
+        "def test_uncompiled(measure, case, peer):\n"
+        "    x = torch.ones(4, device=DEVICE)\n"
+        "    uncompiled = torch.compile(lambda y: y + 1, backend=refuse)\n"
+        "    peers = {'tkernels': lambda i: uncompiled(x), 'torch eager': lambda i: x, 'torch compiled': lambda i: uncompiled(x),\n"
+        "             'torch failing': lambda i: x[None][1]}\n"
+        "    measure(lambda: Problem(peers=peers, expected=x.double(), bytes=16))\n"
+    )
+    done = run("-p", "bench.conftest", str(tmp_path / "test_uncompiled.py"), "-rs")
+    assert "torch compiled: absent, torch" in done.stdout and "list indices must be integers" in done.stdout, done.stdout
+    assert "2 failed, 1 passed, 1 skipped" in done.stdout, done.stdout
+
+
 def test_a_wrong_result_is_not_timed(tmp_path: Path) -> None:
     (tmp_path / "test_wrong.py").write_text(
         "import pytest, torch\n"
