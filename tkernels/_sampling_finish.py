@@ -115,7 +115,7 @@ def _work(
             z = scaled(x, top, temperature)
             before = mask & (x > -float("inf")) & ((keys > key) | ((keys == key) & (columns < token)))
             if kind == _RACE:
-                score = tl.where(before & (z >= floor), z - log_exponential(seed, step, columns), -float("inf"))
+                score = tl.where(before & (z >= floor), z - log_exponential(seed, step, runs * RUN, RUN), -float("inf"))
                 best = tl.max(score, 1)
                 winner = tl.min(tl.where(score == best[:, None], columns, vocab), 1)
                 tl.store(values + _SCORES * num_runs + runs, best, mask=exist)

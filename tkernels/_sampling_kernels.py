@@ -6,11 +6,26 @@ from tkernels._rng import log_exponential
 from tkernels._triton import tl, triton
 
 
+def tiles_for(tiles: int, num_sms: int) -> int:
+    """How many tiles a program reads, the next one while it works on one: a few where there are enough programs besides."""
+    return 4 if tiles >= 32 * num_sms else 1
+
+
+@triton.jit
+def logits_of(x):
+    """Logits in fp32: NaN is −∞, and −0 is +0 so that equals have equal bits."""
+    x = x.to(tl.float32)
+    return tl.where(x == 0.0, 0.0, tl.where(x == x, x, -float("inf")))
+
+
+@triton.jit
+def load_raw(logits_row, columns, vocab):
+    return tl.load(logits_row + columns, mask=columns < vocab, other=-float("inf"))
+
+
 @triton.jit
 def load_logits(ptrs, mask):
-    """Logits in fp32: NaN is −∞, and −0 is +0 so that equals have equal bits."""
-    x = tl.load(ptrs, mask=mask, other=-float("inf")).to(tl.float32)
-    return tl.where(x == 0.0, 0.0, tl.where(x == x, x, -float("inf")))
+    return logits_of(tl.load(ptrs, mask=mask, other=-float("inf")))
 
 
 @triton.jit
@@ -60,33 +75,40 @@ def load_min_p(min_p_ptr, row):
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def runs_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, steps_ptr, values_ptr, ids_ptr,
-    stride_row, vocab, num_runs, RUNS: tl.constexpr, RUN: tl.constexpr,
+    stride_row, vocab, num_runs, TILES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Per run of RUN columns: its maximum; the id of its candidate; and, for random rows, the candidate's score or, for filtered
     ones, the run's sum of probabilities, both relative to the run's maximum. Planes of values: maxima, then the others."""
     row = tl.program_id(0).to(tl.int64)
-    runs = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    columns = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    mask = columns < vocab
+    runs = tl.program_id(1) * TILES * RUNS + tl.arange(0, RUNS)
+    offs = tl.arange(0, RUN)
+    logits_row = logits_ptr + row * stride_row
+    raw = load_raw(logits_row, runs[:, None] * RUN + offs[None, :], vocab)
     temperature = load_temperature(temperature_ptr, row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
-    x = load_logits(logits_ptr + row * stride_row + columns, mask)
-    top = tl.max(x, 1)
-    out = row * PLANES_IDS * num_runs + runs
-    values = values_ptr + row * PLANES_VALUES * num_runs + runs
-    mask_runs = runs < num_runs
-    tl.store(values, top, mask=mask_runs)
-    if temperature > 0:
-        z = scaled(x, top[:, None], temperature)
-        if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (load_min_p(min_p_ptr, row) > 0):
-            mass = tl.where(mask & (x > -float("inf")), tl.exp(z), 0.0)
-            tl.store(values + num_runs, tl.sum(mass, 1), mask=mask_runs)
+    is_filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (load_min_p(min_p_ptr, row) > 0)
+    for i in range(TILES):
+        columns = runs[:, None] * RUN + offs[None, :]
+        mask_runs = runs < num_runs
+        values = values_ptr + row * PLANES_VALUES * num_runs + runs
+        ids = ids_ptr + row * PLANES_IDS * num_runs + runs
+        x = logits_of(raw)
+        runs += RUNS
+        raw = load_raw(
+            logits_row, runs[:, None] * RUN + offs[None, :], tl.where(i + 1 < TILES, vocab, 0)
+        )  # on its way while this tile is worked on
+        top = tl.max(x, 1)
+        tl.store(values, top, mask=mask_runs)
+        if temperature > 0:
+            z = scaled(x, top[:, None], temperature)
+            if is_filtered:
+                tl.store(values + num_runs, tl.sum(tl.where(x > -float("inf"), tl.exp(z), 0.0), 1), mask=mask_runs)
+            else:
+                score = z - log_exponential(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), (runs - RUNS) * RUN, RUN)
+                score = tl.where(x > -float("inf"), score, -float("inf"))  # columns past the vocabulary, too
+                best = tl.max(score, 1)
+                tl.store(values + num_runs, best, mask=mask_runs)
+                tl.store(ids, tl.min(tl.where(score == best[:, None], columns, vocab), 1), mask=mask_runs)
         else:
-            score = z - log_exponential(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), columns)
-            score = tl.where(mask & (x > -float("inf")), score, -float("inf"))
-            best = tl.max(score, 1)
-            tl.store(values + num_runs, best, mask=mask_runs)
-            tl.store(ids_ptr + out, tl.min(tl.where(score == best[:, None], columns, vocab), 1), mask=mask_runs)
-    else:
-        tl.store(ids_ptr + out, tl.min(tl.where(x == top[:, None], columns, vocab), 1), mask=mask_runs)
+            tl.store(ids, tl.min(tl.where(x == top[:, None], columns, vocab), 1), mask=mask_runs)

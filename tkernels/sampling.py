@@ -36,12 +36,12 @@ from tkernels._counters import counters
 from tkernels._op import define
 from tkernels._rng import log_exponential_ref
 from tkernels._sampling_finish import NOTES, WORDS, finish_kernel
-from tkernels._sampling_kernels import PLANES_IDS, PLANES_VALUES, runs_kernel
+from tkernels._sampling_kernels import PLANES_IDS, PLANES_VALUES, runs_kernel, tiles_for
 from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
 
 _RUN = 128  # columns that share a maximum: 16 threads × 16 bytes of bf16
-_RUNS = 8  # runs in a program of kernel 1: 8 elements a thread keep the random path at 56 registers
+_RUNS = 8  # runs in a tile of kernel 1: 8 elements a thread keep the random path at 56 registers
 _TILE_RUNS = 16  # runs in a tile of kernel 2: one for each of its warps
 _ALONE_RUNS = 96  # a longer list is shared: below, meeting costs more than it brings
 _MAX_VOCAB = 1 << 20  # kernel 2 holds vocab / 128 maxima in registers
@@ -125,21 +125,24 @@ def _sample(
     if rows:
         num_runs = cdiv(vocab, _RUN)
         block_runs = next_power_of_2(num_runs)
-        tile_runs = min(_TILE_RUNS, block_runs)
-        # As many programs as there are multiprocessors: 16 warps fill one.
-        team = max(1, min(target_of(logits.device).num_sms // rows, cdiv(num_runs, tile_runs)))
         values = torch.empty((rows, PLANES_VALUES.value, num_runs), dtype=torch.float32, device=logits.device)
         ids = torch.empty((rows, PLANES_IDS.value, num_runs), dtype=torch.int32, device=logits.device)
+        num_sms = target_of(logits.device).num_sms
+        # As many programs as there are multiprocessors: 16 warps fill one.
+        team = max(1, min(num_sms // rows, cdiv(num_runs, _TILE_RUNS)))
         notes = torch.empty((rows, NOTES.value), dtype=torch.int32, device=logits.device)
         words = counters(rows * WORDS.value, logits.device) if team > 1 else None
-        runs_kernel[(rows, cdiv(num_runs, min(_RUNS, block_runs)))](
+        tile_runs = min(_RUNS, block_runs)
+        tiles = tiles_for(rows * cdiv(num_runs, tile_runs), num_sms)
+        runs_kernel[(rows, cdiv(num_runs, tile_runs * tiles))](
             logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, logits.stride(0), vocab, num_runs,
-            RUNS=min(_RUNS, block_runs), RUN=_RUN, num_warps=4,
+            TILES=tiles, RUNS=tile_runs, RUN=_RUN, num_warps=4,
         )  # fmt: skip
         finish_kernel[(rows * team,)](
             logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, notes, words, tokens,
             logits.stride(0), rows, vocab, num_runs, team, _SLACK,
-            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs, TILE_RUNS=tile_runs, ALONE_RUNS=_ALONE_RUNS, RUN=_RUN, num_warps=16,
+            SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs,
+            TILE_RUNS=min(_TILE_RUNS, block_runs), ALONE_RUNS=_ALONE_RUNS, RUN=_RUN, num_warps=16,
         )  # fmt: skip
     return tokens
 

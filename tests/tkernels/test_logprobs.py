@@ -31,6 +31,27 @@ def test_equals_the_oracle(vocab: int, n: int, dtype: torch.dtype, device: torch
     torch.testing.assert_close(chosen[:2].double(), exact[[0, 1], [0, vocab - 1]], rtol=1e-5, atol=1e-5)
 
 
+def test_the_likeliest_are_in_few_runs_or_each_in_its_own(device: torch.device) -> None:
+    """All in one run of 128 columns, one in each of as many, equals across runs, of which the lowest ids count; several tiles."""
+    rows, vocab = 26, 5003
+    logits = torch.randn(rows, vocab, device=device)
+    logits[0, 4990:] += 50.0
+    logits[1, 64::128] += 50.0
+    logits[2] = 0.5
+    logits[3, ::3] = 9.0
+    logits[4] = -INF
+    logits[4, [1, 130, 4999]] = 1.0
+    tokens = torch.arange(rows, device=device) * 190
+    for few, n in ((slice(0, 5), 32), (slice(0, rows), 2)):
+        chosen, ids, values = tkernels.top_logprobs(logits[few], tokens[few], n)
+        want = top_logprobs_ref(logits[few], tokens[few], n)
+        torch.testing.assert_close(chosen, want[0], rtol=2e-6, atol=2e-6)
+        assert torch.equal(ids, want[1])
+        torch.testing.assert_close(values, want[2], rtol=2e-6, atol=2e-6)
+    for got, alone in zip((chosen, ids, values), tkernels.top_logprobs(logits[:2], tokens[:2], 2), strict=True):
+        assert torch.equal(got[:2], alone)
+
+
 def test_b133_bad_rows_are_defined(device: torch.device) -> None:
     """NaN, nothing, infinities and huge logits, and good rows beside them."""
     logits = torch.randn(6, 300, device=device)
