@@ -105,6 +105,9 @@ def decode_kernel(
     lengths = tl.minimum(tl.maximum(tl.load(lens_ptr + seqs, mask=live, other=0), 0), capacity)
     _, shares, leaves = _plan(lengths, query_lens, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
     shares = tl.where((query_lens >= MIN_QUERIES) & (query_lens <= QUERIES), shares, 0)
+    if MIN_QUERIES > 1:  # mostly there are none, and filling the pipeline of the loop below with nothing takes as long as a short launch
+        if tl.max(shares, 0) == 0:
+            return
     ends = tl.cumsum(shares, 0)
     begins = ends - shares
     total = tl.max(ends, 0)
