@@ -60,10 +60,12 @@ def _rms_norm_kernel(
     else:
         # 64-bit: rows * stride passes 2**31 on fused QKV views
         x_rows = x_ptr + (rows // x_inner).to(tl.int64) * stride_xo + (rows % x_inner).to(tl.int64) * stride_xi
-        x = tl.load(x_rows + offs, mask=mask, other=0.0).to(tl.float32)
+        # with a residual both are dead once they are summed; alone, x is a residual that is read again
+        x = tl.load(x_rows + offs, mask=mask, other=0.0, eviction_policy="evict_first" if HAS_RESIDUAL else "").to(tl.float32)
     if HAS_RESIDUAL:
         residual_rows = residual_ptr + (rows // residual_inner).to(tl.int64) * stride_ro + (rows % residual_inner).to(tl.int64) * stride_ri
-        rounded = cast(x + tl.load(residual_rows + offs, mask=mask, other=0.0).to(tl.float32), total_ptr.dtype.element_ty)
+        residual = tl.load(residual_rows + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        rounded = cast(x + residual, total_ptr.dtype.element_ty)
         tl.store(total_ptr + out, rounded, mask=mask)
         x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 1) / hidden + eps)[:, None] * weight
