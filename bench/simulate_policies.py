@@ -1,6 +1,6 @@
 """policy = "cost" against policy = "static" in the simulator, on the conversation trace. No device: the costs are a roofline, or a file.
 
-    python bench/simulate_policies.py [--requests N] [--rates 1 2 4] [--costs FILE] [--json FILE]
+    python bench/simulate_policies.py [--requests N] [--rates 1 2 4] [--costs FILE [--static-costs FILE]] [--json FILE]
 
 Besides the rates given, the highest rate (in steps of 1/8) at which static keeps a goodput of 90% is searched and compared. Static
 captures sizes in steps of 8 to 512, full graphs for decode only; cost captures ``COST_SIZES`` and has the targets 500 and 50 ms.
@@ -70,13 +70,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="only the first N; 0: all")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--costs", help="a cost table measured by `python -m runtime plan --json`; default: a roofline")
+    parser.add_argument("--static-costs", help="measured in an engine with static's graphs, for static; default: --costs for both")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
     arrivals = read_trace(TRACE)[: arguments.requests or None]
-    rows = [run(policy, arrivals, rate, arguments.costs) for rate in arguments.rates for policy in CONFIGS]
+    static_costs = arguments.static_costs or arguments.costs
+    files = {"cost": arguments.costs, "static": static_costs}
+    rows = [run(policy, arrivals, rate, files[policy]) for rate in arguments.rates for policy in CONFIGS]
     below = max((row["rate"] for row in rows if row["policy"] == "static" and row["goodput"] >= 0.9), default=0.125)
     above = min((row["rate"] for row in rows if row["policy"] == "static" and row["goodput"] < 0.9), default=16.0)
-    limit, tried = highest_rate(arrivals, below, above, arguments.costs)
+    limit, tried = highest_rate(arrivals, below, above, static_costs)
     rows += tried
     if limit not in arguments.rates:
         rows.append(run("cost", arrivals, limit, arguments.costs))
@@ -85,6 +88,7 @@ def main() -> None:
         costs = json.loads(Path(arguments.costs).read_text()) if arguments.costs else {}
         machine = costs.get("machine", {"gpu": rows[0]["costs"]})
         command = f"python bench/simulate_policies.py --requests {len(arrivals)}" + (f" --costs {arguments.costs}" if costs else "")
+        command += f" --static-costs {arguments.static_costs}" if arguments.static_costs else ""
         data = {
             "machine": {name: f"{value} (costs)" if name == "commit" else value for name, value in machine.items()},
             "command": command,

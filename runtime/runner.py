@@ -31,6 +31,7 @@ from runtime.sizes import plain_sizes
 from runtime.step_arrays import StepArrays, from_chunks, offsets_of
 from tkernels import collectives
 
+_GOLDEN = 0.6180339887498949  # whose multiples lie evenly between whole numbers
 _WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
 _OTHER_CONTEXTS = (128, 8192)  # and with these, as the mode that is cheapest may change with the share of attention
 _CPU_PROOF_CONTEXT = 24  # and one that it is proved with without a GPU: more than a page
@@ -290,7 +291,9 @@ class Runner:
     def batch(self, decodes: int, prompt_tokens: int, context: int | None = None) -> dict[str, Any]:
         """Inputs of ``decodes`` requests and, beside them, ``prompt_tokens`` in as few prompts as hold them.
 
-        context: tokens that each holds already, by default the usual number; at most half of what a request may have.
+        context: tokens that each holds already, by default the usual number; at most half of what a request may have. Those that decode
+        hold between half and one and a half times as many, and on average just so many: attention is a little faster for sequences of
+        equal length, which traffic does not have.
 
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
         """
@@ -303,7 +306,7 @@ class Runner:
         context = min(self.contexts[0] if context is None else context, self.max_context // 2)
         chunks = [prompt_tokens // prompts + (i < prompt_tokens % prompts) for i in range(prompts)]
         counts = np.array([1] * decodes + chunks)
-        starts = np.minimum(context, self.max_context - counts)
+        starts = np.minimum(np.array([*_spread(context, decodes), *[context] * prompts]), self.max_context - counts)
         pages = np.arange(len(counts) * self.num_columns).reshape(len(counts), self.num_columns)
         table = (pages % (self.num_pages - 1) + 1).astype(np.int32)
         zeros = np.zeros(len(counts), np.int64)
@@ -325,6 +328,13 @@ class Runner:
         )
         arrays |= {"slot_mapping": np.full(size, -1, np.int64), "block_table": table}
         return self._as_arguments(arrays, self.max_batch_tokens if prompts else 1)
+
+
+def _spread(mean: int, count: int) -> list[int]:
+    """``count`` numbers between half of ``mean`` and one and a half of it, in pairs about it; the first ones of more are the same."""
+    away = [int(mean / 2 * ((i // 2 + 1) * _GOLDEN % 1.0)) for i in range(count)]
+    lone = count - 1 if count % 2 else count
+    return [mean + (-away[i] if i % 2 else away[i]) * (i != lone) for i in range(count)]
 
 
 def _with_plain_graphs(config: RuntimeConfig) -> RuntimeConfig:
