@@ -53,6 +53,9 @@ def calls(batch: int, device: str) -> dict[str, Callable[[], Any]]:
         "rms_norm": lambda: OPS.rms_norm(x, norm, 1e-5),
         "add_rms_norm": lambda: OPS.add_rms_norm(x, residual, norm, 1e-5),
         "linear qkv, norm": lambda: OPS.linear(x, qkv, None, norm, None, False, 1e-5),
+        "linear qkv, norm, rope_and_cache": lambda: OPS.linear_rope_and_cache(
+            x, qkv, None, norm, positions, cos_sin, k_cache, v_cache, slots, eps=1e-5
+        ),
         "rope_and_cache": lambda: OPS.rope_and_cache(q, k, v, positions, cos_sin, k_cache, v_cache, slots),
         "paged_attention_out": attention,
         "linear o, residual": lambda: OPS.linear(x, o, None, None, residual),

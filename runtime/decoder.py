@@ -5,9 +5,9 @@
     logits = lm_head(norm(h[logits_rows]))
 
 There is one fused projection each for q, k, v and for gate, up. A projection takes the norm before it and the activation or the sum
-after it into its own kernel where ``tkernels.linear`` has one for the number of rows; the keys and values of the step are written to
-their pages by ``rope_and_cache``. Nothing here depends on data, so any size of it can be
-compiled with ``fullgraph=True`` and captured.
+after it into its own kernel where ``tkernels.linear`` has one for the number of rows; that of q, k and v then also rotates, and writes
+the keys and values of the step to their pages. Nothing here depends on data, so any size of it can be compiled with
+``fullgraph=True`` and captured.
 """
 
 from __future__ import annotations
@@ -90,12 +90,11 @@ class Attention(nn.Module):
         """[tokens, heads · head_dim]: what the output projection takes. norm: applied to x first, unless it was."""
         if self.k_cache is None or self.v_cache is None:
             raise RuntimeError("the model has no KV cache: call model.bind_cache(allocate_cache(model.spec, ...)) first")
-        qkv = self.qkv_proj(x, norm).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
-        q, k, v = qkv.split(self.heads, 1)
-        q = tkernels.rope_and_cache(
-            q,
-            k,
-            v,
+        q = tkernels.linear_rope_and_cache(
+            x,
+            self.qkv_proj.weight,
+            self.qkv_proj.bias,
+            None if norm is None else norm.weight,
             *rotation,
             self.k_cache,
             self.v_cache,
@@ -103,7 +102,7 @@ class Attention(nn.Module):
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
-        )
+        )  # [tokens, heads, head_dim]
         # Allocated here, so in the piece before the splitting op: that piece owns it, and its address stays.
         out = torch.empty_like(q)
         tkernels.paged_attention_out(

@@ -28,6 +28,7 @@ def _kernel_inputs() -> dict[str, object]:
     return {
         "torch": torch,
         "x": torch.randn(tokens, 32), "residual": torch.randn(tokens, 32), "weight": torch.randn(32),
+        "qkv_weight": torch.randn((heads + 2 * kv_heads) * head_dim, 32),
         "q": torch.randn(tokens, heads, head_dim),
         "k": torch.randn(tokens, kv_heads, head_dim), "v": torch.randn(tokens, kv_heads, head_dim),
         "positions": torch.zeros(tokens, dtype=torch.int64), "cos_sin": torch.ones(4, head_dim), "head_dim": head_dim,

@@ -16,6 +16,7 @@ from tkernels.layernorm import layer_norm
 from tkernels.linear import linear
 from tkernels.logits import adjust_logits, count_tokens
 from tkernels.logprobs import top_logprobs
+from tkernels.qkv import linear_rope_and_cache
 from tkernels.quant import quantize_fp8, quantize_fp8_per_block, quantize_fp8_per_token
 from tkernels.rmsnorm import add_rms_norm, rms_norm
 from tkernels.rope import rope, rope_and_cache
@@ -34,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_argmax",
+    "linear_rope_and_cache",
     "merge_attention",
     "paged_attention",
     "paged_attention_out",

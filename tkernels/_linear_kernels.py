@@ -9,8 +9,9 @@ import torch
 from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
+from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, row_sum, share, stream, vector_sums
 from tkernels._sampling_kernels import key_of
-from tkernels._triton import cast, cdiv, dot, tl, triton
+from tkernels._triton import cast, cdiv, tl, triton
 from tkernels.activation import activate
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)  # a call with 5 rows uses the entry of 8
@@ -31,22 +32,6 @@ class Tile:
     num_warps: int
     num_stages: int
     splits: int = 1
-
-
-@triton.jit
-def _stream(ptrs, mask, EVEN: tl.constexpr):
-    """Weights are read once: they should not push anything else out of L2."""
-    if EVEN:
-        return tl.load(ptrs, eviction_policy="evict_first")
-    else:
-        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _weighted(x, norm, squares):
-    """x times the norm's weight, rounded, and its squares; the norm's scale is one number a row and is applied to the sums."""
-    wide = x.to(tl.float32)
-    return cast(wide * norm.to(tl.float32), x.dtype), squares + wide * wide
 
 
 @triton.jit
@@ -79,31 +64,11 @@ def _finish(
 
 
 @triton.jit
-def _row(x_ptr, m, rows, k, mask_k, offs_k, stride_xm, norm, w, w_up, acc, up, squares, HAS_NORM: tl.constexpr, GATED: tl.constexpr):
-    """One row of x against a tile of the weights; norm [BLOCK_K] multiplies it."""
-    x = tl.load(x_ptr + tl.cast(m, tl.int64) * stride_xm + k + offs_k, mask=mask_k & (m < rows), other=0.0).to(tl.float32)
-    if HAS_NORM:
-        squares += x * x
-        x *= norm
-    acc += w * x[None, :]
-    if GATED:
-        up += w_up * x[None, :]
-    return acc, up, squares
-
-
-@triton.jit
 def _row_end(
     acc, up, squares, m, rows, offs_n, pointers, n, stride_rm, eps, dtype: tl.constexpr, K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    y = tl.sum(acc, 1)
-    y_up = y
-    if GATED:
-        y_up = tl.sum(up, 1)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        y *= scale
-        y_up *= scale
+    y, y_up = row_sum(acc, up, squares, eps, K, HAS_NORM, GATED)
     bias_ptr, residual_ptr, y_ptr = pointers
     _finish(
         y[None, :], y_up[None, :], bias_ptr, residual_ptr, y_ptr, tl.full([1, 1], m, tl.int32), offs_n[None, :],
@@ -125,48 +90,22 @@ def _vector_kernel(
     up_ptrs = w_ptrs + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
     mask_n = (offs_n < n)[:, None]
     # The first weights are on their way before anything waits for x.
-    w = _stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+    w = stream(w_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
     w_up = w
     if GATED:
-        w_up = _stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
+        w_up = stream(up_ptrs, mask_n & (offs_k < K)[None, :], EVEN)
     wait(PDL)
-    zero = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    acc0, acc1, acc2, acc3 = zero, zero, zero, zero
-    up0, up1, up2, up3 = zero, zero, zero, zero
-    square = tl.zeros([BLOCK_K], tl.float32)
-    square0, square1, square2, square3 = square, square, square, square
-    for k in tl.static_range(0, K, BLOCK_K):
-        mask_k = offs_k + k < K
-        wide = w.to(tl.float32)
-        wide_up = w_up.to(tl.float32)
-        norm = square
-        if HAS_NORM:
-            norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-        acc0, up0, square0 = _row(x_ptr, 0, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc0, up0, square0, HAS_NORM, GATED)
-        if BLOCK_M > 1:
-            acc1, up1, square1 = _row(
-                x_ptr, 1, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc1, up1, square1, HAS_NORM, GATED
-            )
-        if BLOCK_M > 2:
-            acc2, up2, square2 = _row(
-                x_ptr, 2, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc2, up2, square2, HAS_NORM, GATED
-            )
-            acc3, up3, square3 = _row(
-                x_ptr, 3, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc3, up3, square3, HAS_NORM, GATED
-            )
-        if k + BLOCK_K < K:
-            mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
-            w = _stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
-            if GATED:
-                w_up = _stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+    acc, up, squares = vector_sums(
+        x_ptr, norm_ptr, w_ptrs, up_ptrs, w, w_up, mask_n, offs_k, rows, stride_xm, K, HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     pointers = (bias_ptr, residual_ptr, y_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    _row_end(acc0, up0, square0, 0, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+    _row_end(acc[0], up[0], squares[0], 0, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
     if BLOCK_M > 1:
-        _row_end(acc1, up1, square1, 1, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+        _row_end(acc[1], up[1], squares[1], 1, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
     if BLOCK_M > 2:
-        _row_end(acc2, up2, square2, 2, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
-        _row_end(acc3, up3, square3, 3, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+        _row_end(acc[2], up[2], squares[2], 2, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
+        _row_end(acc[3], up[3], squares[3], 3, rows, offs_n, pointers, n, stride_rm, eps, dtype, K, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -177,22 +116,13 @@ def _matrix_kernel(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
-    # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     mask_n = offs_n < n
     mask_m = offs_m < rows
     w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
     up_rows = w_rows + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
-    x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
-    k_begin = 0
-    k_end = k_total
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(k_total, SPLITS), SLICES * BLOCK_K) * (SLICES * BLOCK_K)
-        k_begin = tl.program_id(1) * share
-        k_end = tl.minimum(k_begin + share, k_total)
+    k_begin, k_end = share(k_total, SPLITS, SLICES * BLOCK_K)
     # The software pipeline fetches weights and x together, so before x is there the first steps' weights are only called into L2.
     LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
     last = tl.cast(n, tl.int64) - 1
@@ -200,59 +130,15 @@ def _matrix_kernel(
     if GATED:
         prefetch_rows(w_ptr + (tl.minimum(offs_n, last) + n) * stride_wn, k_begin, k_total, LINES, PDL)
     wait(PDL)
-    if SLICES == 1:
-        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        acc_up = acc
-        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
-            mask_k = offs_k + k < k_total
-            mask_w = mask_n[:, None] & mask_k[None, :]
-            w = _stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
-            mask_x = mask_m[None, :] if EVEN else mask_m[None, :] & mask_k[:, None]
-            x = tl.load(x_rows[None, :] + (offs_k + k)[:, None], mask=mask_x, other=0.0)
-            if HAS_NORM:
-                norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0)
-                x, squares = _weighted(x, norm[:, None], squares)
-            acc = dot(w, x, acc)
-            if GATED:
-                acc_up = dot(_stream(up_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN), x, acc_up)
-    else:
-        offs_s = tl.arange(0, SLICES) * BLOCK_K
-        squares = tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)
-        sliced = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-        sliced_up = sliced
-        for k in tl.range(k_begin, k_end, SLICES * BLOCK_K, num_stages=NUM_STAGES):
-            at = k + offs_s[:, None] + offs_k[None, :]  # [SLICES, BLOCK_K]
-            mask_w = mask_n[None, :, None] & (at < k_total)[:, None, :]
-            w = _stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
-            mask_x = mask_m[None, None, :] if EVEN else mask_m[None, None, :] & (at < k_total)[:, :, None]
-            x = tl.load(x_rows[None, None, :] + at[:, :, None], mask=mask_x, other=0.0)
-            if HAS_NORM:
-                norm = tl.load(norm_ptr + at, mask=at < k_total, other=0.0)
-                x, squares = _weighted(x, norm[:, :, None], squares)
-            sliced = dot(w, x, sliced)
-            if GATED:
-                sliced_up = dot(_stream(up_rows[None, :, None] + at[:, None, :], mask_w, EVEN), x, sliced_up)
-        acc = tl.sum(sliced, 0)
-        acc_up = tl.sum(sliced_up, 0)
-        squares = tl.sum(squares, 0)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
-        acc *= scale
-        acc_up *= scale
+    acc, acc_up, squares = matrix_sums(
+        x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
+        HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
+    )  # fmt: skip
+    acc, acc_up = matrix_end(acc, acc_up, squares, eps, k_total, HAS_NORM, SLICES)
     if SPLITS > 1:
-        # [program of n, split, BLOCK_N, BLOCK_M]; the last program to arrive adds the splits in order, whichever it is
-        own = (offs_n - tl.program_id(0) * BLOCK_N)[:, None] * BLOCK_M + offs_m[None, :]
-        parts = part_ptr + tl.program_id(0).to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + own
-        tl.store(parts + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # all threads have stored before one of them releases
-        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            tl.debug_barrier()  # no thread reads before the one that acquires
-            tl.store(arrivals_ptr + tl.program_id(0), 0)  # for the next launch
-            acc = tl.load(parts)
-            for split in tl.static_range(1, SPLITS):
-                acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
+        parts, last_of_all = arrive(acc, part_ptr, arrivals_ptr, SPLITS)
+        if last_of_all:
+            acc = add_parts(parts, arrivals_ptr, SPLITS)
             _finish(
                 acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
                 rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_BIAS, GATED, HAS_RESIDUAL,

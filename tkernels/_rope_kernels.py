@@ -29,7 +29,7 @@ def _load_pair(rows, mask_rows, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, IN
 
 
 @triton.jit
-def _store(ptrs, x, mask):
+def store_as(ptrs, x, mask):
     """Store x (fp32), rounded to the dtype that ptrs point to."""
     if ptrs.dtype.element_ty == tl.float8e4nv:
         tl.store(ptrs, to_fp8(x), mask=mask)
@@ -65,15 +65,15 @@ def _rotate_heads(
         y1, y2 = divide(y1, scale), divide(y2, scale)
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        _store(dst + offs, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_HALF)), mask_heads & (offs < 2 * HALF))
+        store_as(dst + offs, tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_HALF)), mask_heads & (offs < 2 * HALF))
     else:
         offs = tl.arange(0, BLOCK_HALF)[None, :]
-        _store(dst + offs, y1, mask_heads & (offs < HALF))
-        _store(dst + HALF + offs, y2, mask_heads & (offs < HALF))
+        store_as(dst + offs, y1, mask_heads & (offs < HALF))
+        store_as(dst + HALF + offs, y2, mask_heads & (offs < HALF))
     if HAS_REST:
         if HAS_SCALE:
             rest = divide(rest, scale)
-        _store(dst + offs_rest, rest, mask_heads & (offs_rest < HEAD_DIM))
+        store_as(dst + offs_rest, rest, mask_heads & (offs_rest < HEAD_DIM))
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _rope_kernel(
                 v = tl.load(v_ptr + token * stride_vt + wide_heads * stride_vh + offs_d, mask=mask_v, other=0.0).to(tl.float32)
                 if HAS_V_SCALE:
                     v = divide(v, _load_scale(v_scale_ptr, heads, mask, True, V_SCALE_PER_HEAD))
-                _store(v_rows + offs_d, v, mask_v)
+                store_as(v_rows + offs_d, v, mask_v)
             else:
                 k_out_rows = k_out_ptr + (token * num_kv_heads + heads) * HEAD_DIM
                 _rotate_heads(

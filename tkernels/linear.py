@@ -48,23 +48,27 @@ def linear_ref(
 
 
 @functools.cache
-def _table(arch: str) -> dict[tuple[str, int, int, int], Tile]:
-    """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry."""
+def _table(arch: str) -> dict[tuple[str, int, int, int], Tile | None]:
+    """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry, or with a rotation None."""
     path = Path(__file__).parent / "tables" / f"linear_{arch}.json"
     if not path.exists():
         return {}
     entries = json.loads(path.read_text())["entries"]
-    return {(e["variant"], e["rows"], e["n"], e["k"]): Tile(**e["tile"]) for e in entries}
+    return {(e["variant"], e["rows"], e["n"], e["k"]): Tile(**e["tile"]) if e["tile"] else None for e in entries}
 
 
 def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, k: int) -> Tile | None:
     """The tile for a call, or None: a function of the device, the dtype and the shape only.
 
-    variant: "plain", "norm", "gated" or "norm+gated"; n: rows of the weight.
+    variant: "plain", "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope", which take the tile of "plain" or "norm" where
+    they were not measured themselves. n: rows of the weight.
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    tile = _table(target.arch).get((variant, row_class(rows), n, k))
+    table, shape = _table(target.arch), (row_class(rows), n, k)
+    if "rope" in variant and (variant, *shape) not in table:
+        variant = "norm" if "norm" in variant else "plain"
+    tile = table.get((variant, *shape))
     if tile is not None and tile.kind == "matrix" and dtype == torch.float16 and "norm" in variant:
         return None  # it rounds x · norm_weight before it knows x's scale, and fp16 would overflow where an activation is large
     return tile
@@ -112,6 +116,36 @@ def streamable(*tensors: torch.Tensor | None) -> bool:
 _normalise_again = _repeats.repeating(normalise)  # beside cuBLAS, whose calls are not repeated
 
 
+def streamed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor | None:
+    """``linear`` by our kernels alone, unchecked; None where the table or the strides leave it to cuBLAS. For other ops too."""
+    n, k = weight.shape
+    rows = x.numel() // k if k else 0
+    if not 0 < rows <= MAX_ROWS or not streamable(x, weight, bias, residual):
+        return None
+    target, suffix = target_of(x.device), "gated" if gated else "plain"
+    if norm_weight is not None:
+        tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
+        if tile is None and (tile := choose(target, x.dtype, suffix, rows, n, k)) is not None:
+            x, norm_weight = normalise(x, norm_weight, eps), None  # the norm as a kernel of its own, the rest still fused
+    else:
+        tile = choose(target, x.dtype, suffix, rows, n, k)
+    if tile is None:
+        return None
+    outputs = n // 2 if gated else n
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    flat = None if residual is None else residual.view(rows, outputs)
+    launch(x.view(rows, k), weight, bias, norm_weight, flat, gated, eps, y.view(rows, outputs), tile)
+    return y
+
+
 def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -122,23 +156,9 @@ def _linear(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     check(x, weight, bias, norm_weight, residual, gated)
-    n, k = weight.shape
-    rows = x.numel() // k if k else 0
-    if 0 < rows <= MAX_ROWS and streamable(x, weight, bias, residual):
-        target = target_of(x.device)
-        suffix = "gated" if gated else "plain"
-        if norm_weight is not None:
-            tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
-            if tile is None:  # the norm as a kernel of its own, the rest perhaps still fused
-                x, norm_weight = normalise(x, norm_weight, eps), None
-        if norm_weight is None:
-            tile = choose(target, x.dtype, suffix, rows, n, k)
-        if tile is not None:
-            outputs = n // 2 if gated else n
-            y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
-            flat = None if residual is None else residual.view(rows, outputs)
-            launch(x.view(rows, k), weight, bias, norm_weight, flat, gated, eps, y.view(rows, outputs), tile)
-            return y
+    y = streamed(x, weight, bias, norm_weight, residual, gated, eps)
+    if y is not None:
+        return y
     if norm_weight is not None:
         x = _normalise_again(x, norm_weight, eps)
     if residual is not None and bias is None and not gated and x.dim() == 2:

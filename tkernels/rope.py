@@ -21,7 +21,7 @@ from tkernels._op import define
 from tkernels._rope_kernels import launch
 from tkernels.quant import FP8, to_fp8_ref
 
-_CACHE_DTYPES = (*_checks.FLOATS, FP8)
+CACHE_DTYPES = (*_checks.FLOATS, FP8)
 
 
 def _rotate_ref(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _check_tokens(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_cache(name: str, cache: torch.Tensor, k: torch.Tensor, like: torch.Tensor) -> None:
-    if cache.dtype not in _CACHE_DTYPES:
+    if cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float8_e4m3fn, got {_checks.describe(cache)}")
     if cache.dim() != 4 or tuple(cache.shape[2:]) != tuple(k.shape[1:]):
         raise ValueError(

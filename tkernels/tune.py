@@ -2,7 +2,8 @@
 
 For every shape, fusion and row class each tile is checked against fp64, then timed next to the composition (cuBLAS and the single
 ops) inside one CUDA graph over weights rotated past L2; the variants take turns and the median counts. A tile enters the table only
-where it is faster than the composition.
+where it is faster than the composition. With a rotation the composition is ``linear`` and ``rope_and_cache``, and where it wins the
+table says that too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
+from tkernels._qkv_kernels import launch as launch_qkv
 from tkernels._target import target_of
 from tkernels.activation import silu_and_mul
-from tkernels.linear import linear_ref
+from tkernels.linear import linear, linear_ref
+from tkernels.qkv import linear_rope_and_cache_ref
 from tkernels.rmsnorm import rms_norm
+from tkernels.rope import rope_and_cache
 
 Shape = tuple[int, int, str]  # (out_features, in_features, the place in the model)
 SHAPES: dict[str, list[Shape]] = {
@@ -32,22 +36,23 @@ SHAPES: dict[str, list[Shape]] = {
     "SmolLM2 135M": [(960, 576, "qkv"), (576, 576, "o"), (3072, 576, "gate_up"), (576, 1536, "down"), (49152, 576, "head")],
 }
 VARIANTS = {
-    "qkv": ("plain", "norm"), "o": ("plain",), "gate_up": ("gated", "norm+gated"), "down": ("plain",), "head": ("plain", "norm"),
-    "any": ("plain", "norm"),
+    "qkv": ("plain", "norm", "rope", "norm+rope"), "o": ("plain",), "gate_up": ("gated", "norm+gated"), "down": ("plain",),
+    "head": ("plain", "norm"), "any": ("plain", "norm"),
 }  # fmt: skip
 _MARGIN = 0.99  # a tile must beat the composition by more than the noise of the timing
 _CALLS, _REPEATS, _ROTATED_BYTES, _EPS = 12, 15, 256 << 20, 1e-5
+_HEAD_DIM = 64  # of a rotation that is measured: other widths take as long
 
 
 def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
     """The tiles worth trying for a variant at a row class, for K inputs."""
-    gated = "gated" in variant
+    gated, least = "gated" in variant, 2 if "rope" in variant else 1  # outputs of a program: partners stay together
     if rows <= 4:
         for block_n, block_k, warps in (
             (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 256, 4), (8, 512, 4), (8, 1024, 8),
             (16, 512, 8),
         ):  # fmt: skip
-            if block_n * block_k * rows * (1 + gated) <= 32768 and block_k <= 2 * k:
+            if least <= block_n and block_n * block_k * rows * (1 + gated) <= 32768 and block_k <= 2 * k:
                 yield Tile("vector", block_n, block_k, 1, warps, 1)
     for block_n, block_k, slices, warps, stages in (
         (64, 64, 1, 4, 6), (64, 128, 1, 4, 4), (64, 256, 1, 4, 3), (32, 128, 1, 4, 5), (16, 256, 1, 4, 4), (128, 64, 1, 8, 5),
@@ -61,7 +66,7 @@ def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
             and weights * block_m * slices <= 16384
         ):
             yield Tile("matrix", block_n, block_k, slices, warps, stages)
-    if variant == "plain":
+    if variant in ("plain", "rope"):
         for block_n, block_k, stages in ((64, 64, 5), (64, 128, 3), (32, 128, 4)):
             for splits in (2, 4, 8):
                 if splits * block_k * 2 <= k:
@@ -97,38 +102,71 @@ class _Case:
 
     def __init__(self, variant: str, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, rotated_bytes: int) -> None:
         self.variant, self.rows, self.n, self.k = variant, rows, n, k
-        self.gated = "gated" in variant
+        self.gated, self.rotated_heads = "gated" in variant, "rope" in variant
         copies = min(_CALLS, max(1, -(-rotated_bytes // (n * k * dtype.itemsize))))
         self.weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(copies)]
         self.x = torch.randn(rows, k, device=device, dtype=dtype)
         self.norm = torch.rand(k, device=device, dtype=dtype) + 0.5 if "norm" in variant else None
         self.residual = torch.randn(rows, n, device=device, dtype=dtype) if variant == "plain" else None
+        self.numbers = torch.arange(rows, device=device)  # positions and slots
+        self.angles = torch.randn(rows, _HEAD_DIM, device=device)
+        kv_heads = max(1, n // _HEAD_DIM // 6)
+        self.heads = n // _HEAD_DIM - 2 * kv_heads, kv_heads, kv_heads
+        self.caches = self.empty()[1:]
 
-    def empty(self) -> torch.Tensor:
-        outputs = self.n // 2 if self.gated else self.n
-        return torch.full((self.rows, outputs), float("nan"), device=self.x.device, dtype=self.x.dtype)
+    def empty(self) -> list[torch.Tensor]:
+        """The output, or with a rotation q and caches of one slot a row."""
+        shapes: list[tuple[int, ...]] = [(self.rows, self.n // 2 if self.gated else self.n)]
+        if self.rotated_heads:
+            q, k, v = self.heads
+            shapes = [(self.rows, q, _HEAD_DIM), (self.rows, 1, k, _HEAD_DIM), (self.rows, 1, v, _HEAD_DIM)]
+        return [torch.full(shape, float("nan"), device=self.x.device, dtype=self.x.dtype) for shape in shapes]
 
-    def fused(self, y: torch.Tensor, weight: torch.Tensor, tile: Tile) -> None:
-        launch(self.x, weight, None, self.norm, self.residual, self.gated, _EPS, y, tile)
+    def fused(self, y: list[torch.Tensor], weight: torch.Tensor, tile: Tile) -> None:
+        if self.rotated_heads:
+            q, k_cache, v_cache = y
+            launch_qkv(self.x, weight, None, self.norm, _EPS, self.numbers, self.angles, k_cache, v_cache, self.numbers, False, q, tile)
+        else:
+            launch(self.x, weight, None, self.norm, self.residual, self.gated, _EPS, y[0], tile)
 
-    def composed(self, weight: torch.Tensor) -> torch.Tensor:
+    def composed(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        if self.rotated_heads:
+            y = linear(self.x, weight, norm_weight=self.norm, eps=_EPS).view(self.rows, -1, _HEAD_DIM)
+            (q, k, v), (k_cache, v_cache) = y.split(self.heads, 1), self.caches
+            return [rope_and_cache(q, k, v, self.numbers, self.angles, k_cache, v_cache, self.numbers), k_cache, v_cache]
+        return [self._projected(weight)]
+
+    def _projected(self, weight: torch.Tensor) -> torch.Tensor:
         x = self.x if self.norm is None else rms_norm(self.x, self.norm, _EPS)
         if self.residual is not None:
             return torch.addmm(self.residual, x, weight.t())
         y = F.linear(x, weight)
         return silu_and_mul(y) if self.gated else y
 
-    def exact(self) -> torch.Tensor:
+    def exact(self) -> list[torch.Tensor]:
         norm, residual = (None if t is None else t.double() for t in (self.norm, self.residual))
-        return linear_ref(self.x.double(), self.weights[0].double(), None, norm, residual, self.gated, _EPS)
+        x, weight = self.x.double(), self.weights[0].double()
+        if self.rotated_heads:
+            k_cache, v_cache = (cache.double() for cache in self.caches)
+            q = linear_rope_and_cache_ref(x, weight, None, norm, self.numbers, self.angles, k_cache, v_cache, self.numbers, eps=_EPS)
+            return [q, k_cache, v_cache]
+        return [linear_ref(x, weight, None, norm, residual, self.gated, _EPS)]
 
     def rotated(self) -> list[torch.Tensor]:
         return (self.weights * _CALLS)[:_CALLS]
 
 
+def _error(got: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Of all outputs together, relative; NaN where one was not written."""
+    distance, size = (
+        torch.stack([x.norm() for x in xs]).norm() for xs in ([g.double() - e for g, e in zip(got, exact, strict=True)], exact)
+    )
+    return float(distance / size)
+
+
 def _measure(case: _Case) -> dict[str, Any]:
     exact = case.exact()
-    allowed = 2 * float((case.composed(case.weights[0]).double() - exact).norm() / exact.norm())
+    allowed = 2 * _error(case.composed(case.weights[0]), exact)
     graphs: dict[Any, torch.cuda.CUDAGraph] = {}
     refused, outputs = [], []  # outputs: the graphs write into them
     for tile in candidates(case.variant, case.rows, case.k):
@@ -139,7 +177,7 @@ def _measure(case: _Case) -> dict[str, Any]:
         except Exception as error:  # the compiler may refuse a tile for this device; it is listed, not hidden
             refused.append({"tile": vars(tile), "error": str(error)[:120]})
             continue
-        if not float((y.double() - exact).norm() / exact.norm()) <= allowed:
+        if not _error(y, exact) <= allowed:
             refused.append({"tile": vars(tile), "error": "wrong result"})
             continue
         graphs[tile] = _graph([partial(case.fused, y, weight, tile) for weight in case.rotated()])
@@ -215,12 +253,16 @@ def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path 
     header = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch.")}
     for n, k, place in shapes:
         for variant in VARIANTS[place]:
+            if "rope" in variant and n % _HEAD_DIM:
+                continue
             for rows in ROW_CLASSES:
                 row = _measure(_Case(variant, rows, n, k, dtype, device, _ROTATED_BYTES))
                 say(_line(row))
                 entries.pop(_key(row), None)
-                if row["us"] < _MARGIN * row["composed_us"]:
-                    entries[_key(row)] = {name: row[name] for name in ("variant", "rows", "n", "k", "us", "composed_us", "tile")}
+                faster = row["us"] < _MARGIN * row["composed_us"]
+                if faster or "rope" in variant:  # a rotation without an entry would take the tile of the projection alone
+                    entry = {name: row[name] for name in ("variant", "rows", "n", "k", "us", "composed_us", "tile")}
+                    entries[_key(row)] = entry if faster else {**entry, "us": None, "tile": None}
         torch.cuda.empty_cache()
         path.write_text(json.dumps({**header, "entries": sorted(entries.values(), key=_key)}, indent=1) + "\n")  # after each shape
     return path

@@ -34,7 +34,7 @@ def _tile(target: Any, dtype: Any, variant: str, rows: int, n: int, k: int) -> T
     """Every kernel takes part, also where no table has these shapes: splits with their counters, a norm as a launch of its own."""
     if rows <= 4:
         return Tile("vector", 4, 128, 1, 4, 1)
-    if variant == "plain":
+    if variant in ("plain", "rope"):
         return Tile("matrix", 16, 64, 1, 4, 3, splits=2)
     return Tile("matrix", 16, 64, 1, 4, 3) if "gated" in variant else None
 
@@ -59,7 +59,8 @@ def _inputs(batch: int, device: torch.device) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @torch.inference_mode()
 def test_replays_give_the_bits_of_ordinary_launches(batch: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tkernels.linear"], "choose", _tile)
+    for module in ("linear", "qkv"):
+        monkeypatch.setattr(sys.modules[f"tkernels.{module}"], "choose", _tile)
     model = random_model(SHAPE, seed=0, dtype=torch.bfloat16, device=device)
     caches = allocate_cache(model.spec, batch * -(-CONTEXT // PAGE) + 1, PAGE, torch.bfloat16, device)
     for pair in caches:

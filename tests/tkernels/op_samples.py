@@ -229,6 +229,15 @@ def linear_argmax(device: torch.device) -> list[Call]:
     return [((x, weight, norm_weight if i else None), {}) for i, x in enumerate(inputs)]
 
 
+def linear_rope_and_cache(device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for (_, _, _, positions, cos_sin, k_cache, v_cache, slots), kwargs in rope_and_cache(device):
+        x, weight = torch.randn(positions.shape[0], 24, device=device), torch.randn(64, 24, device=device)
+        extra = (torch.randn(64, device=device), torch.randn(24, device=device)) if calls else (None, None)
+        calls.append(((column_slice(x) if calls else x, weight, *extra, positions, cos_sin, k_cache, v_cache, slots), kwargs))
+    return calls
+
+
 SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "adjust_logits": adjust_logits,
     "add_rms_norm": add_rms_norm,
@@ -241,6 +250,7 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "layer_norm": layer_norm,
     "linear": linear,
     "linear_argmax": linear_argmax,
+    "linear_rope_and_cache": linear_rope_and_cache,
     "merge_attention": merge_attention,
     "padded_attention": padded_attention,
     "paged_attention": paged_attention,

@@ -73,6 +73,7 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
 def _launch_all() -> None:
     from tkernels import activation, embedding, head, layernorm, logits, logprobs, quant, rmsnorm, sampling
     from tkernels._linear_kernels import Tile, launch
+    from tkernels._qkv_kernels import launch as launch_qkv
     from tkernels.rope import _rope, _rope_and_cache
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -97,6 +98,9 @@ def _launch_all() -> None:
     heads, cache, table = zeros(1, 1, 2), zeros(1, 1, 1, 2, dtype=torch.float8_e4m3fn), zeros(1, 2, dtype=torch.float32)
     _rope_and_cache(heads, heads, heads, index, table, cache, cache, index, k_scale=one, v_scale=one)
     _rope(heads, heads, index, table, True, zeros(2), zeros(2))
+    for tile in (Tile("vector", 2, 64, 1, 4, 1), matrix, sliced, Tile("matrix", 16, 32, 1, 4, 2, splits=2)):
+        norm = None if tile.splits > 1 else weight
+        launch_qkv(x, zeros(6, 1), zeros(6), norm, 1e-6, index, table, cache, zeros(1, 1, 1, 2), index, tile == matrix, heads, tile)
     for vocab in (1, 129):
         for min_p in (None, one):
             sampling._sample(zeros(1, vocab), one, one.to(torch.int32), one, index, index, min_p)

@@ -132,6 +132,7 @@ driver.set_active(SimpleNamespace(
 ))
 from tkernels import _dependent, activation, rmsnorm
 from tkernels._linear_kernels import Tile, launch
+from tkernels._qkv_kernels import launch as launch_qkv
 from tkernels.attention._inputs import check_inputs as decode_inputs
 from tkernels.rope import _rope_and_cache
 
@@ -157,6 +158,9 @@ rmsnorm.launch(x, norm, 1e-6, 0.0, residual=x)
 activation._silu_and_mul(x)
 heads, cache, index = zeros(4, 8, 64), zeros(4, 16, 8, 64), zeros(4, dtype=torch.int64)
 _rope_and_cache(heads, heads, heads, index, zeros(64, 64, dtype=torch.float32), cache, cache, index)
+positions, slots, angles = zeros(4, dtype=torch.int64), zeros(4, dtype=torch.int64), zeros(64, 64, dtype=torch.float32)
+for tile in (Tile("vector", 4, 256, 1, 4, 1), Tile("matrix", 64, 64, 1, 4, 3), Tile("matrix", 16, 32, 4, 4, 3)):
+    launch_qkv(x, zeros(1536, 512), zeros(1536), norm, 1e-6, positions, angles, cache, cache, slots, False, heads, tile)
 decode = importlib.import_module("tkernels.attention.decode")
 decode.target_of = lambda device: SimpleNamespace(arch="sm_90", num_sms=132, has_fp8=True)
 decode.counters = lambda count, device: torch.zeros(count, dtype=torch.int32)
@@ -195,6 +199,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "_rms_norm_kernel",
         "_gated_kernel",
         "_rope_kernel",
+        "_vector_qkv_kernel",
+        "_matrix_qkv_kernel",
         "decode_kernel",
     }
     for name, asked, metadata, ptx in kernels:
@@ -203,9 +209,9 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         assert "griddepcontrol.launch_dependents" in after and "griddepcontrol" not in before and "griddepcontrol.wait" not in after, name
         assert not re.search(r"^\s*(@%p\d+\s+)?(bra|ret)\b", before, re.M), f"{name}: a program might leave before it waits"
         touched = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.:]+[^;]*;", before)
-        if name in ("_vector_kernel", "_rms_norm_kernel"):
-            weights = {"_vector_kernel": ["2"], "_rms_norm_kernel": ["1", "2"]}[name]  # the parameter: there are no absent pointers
-            assert touched and set.union(*(_pointers_of(load, before) for load in touched)) <= set(weights), (name, touched)
+        weights = {"_vector_kernel": {"2"}, "_vector_qkv_kernel": {"2"}, "_rms_norm_kernel": {"1", "2"}}  # parameters; no pointer is absent
+        if name in weights:
+            assert touched and set.union(*(_pointers_of(load, before) for load in touched)) <= weights[name], (name, touched)
         else:
             assert not touched, (name, touched)
-        assert ("prefetch.global.L2" in before) == (name == "_matrix_kernel")
+        assert ("prefetch.global.L2" in before) == name.startswith("_matrix")

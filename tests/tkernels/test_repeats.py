@@ -79,7 +79,7 @@ def test_bits_are_those_of_the_op(name: str, device: torch.device, monkeypatch: 
             if isinstance(x, torch.Tensor):
                 assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
                 assert torch.equal(_bits(x), _bits(y))
-    if name not in ("linear", "linear_argmax"):  # the sample shapes are in no table: they go to cuBLAS
+    if not name.startswith("linear"):  # the sample shapes are in no table: they go to cuBLAS
         assert _plans(), "an op that only launches is repeated"
 
 

@@ -1,0 +1,263 @@
+"""linear_rope_and_cache: in every tile the bits of linear and rope_and_cache after it, and where no tile fits, these two."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import FP8, assert_close_to_exact
+
+import tkernels
+from tkernels import _linear_kernels, _repeats, _rope_kernels, _target, qkv
+from tkernels._linear_kernels import Tile
+from tkernels._qkv_kernels import launch, run_length
+from tkernels.linear import choose
+from tkernels.qkv import linear_rope_and_cache_ref
+
+TILES = [
+    Tile("vector", 4, 64, 1, 4, 1), Tile("vector", 16, 64, 1, 4, 1), Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2),
+    Tile("matrix", 64, 32, 1, 4, 3), Tile("matrix", 16, 16, 2, 4, 2, splits=3),
+]  # fmt: skip
+# (heads, kv_heads, head_dim, rot_dim), interleaved: heads that a tile straddles, partial rotary, odd halves, no query head
+SHAPES = [((1, 1, 16, 16), False), ((1, 1, 12, 8), False), ((1, 2, 20, 20), False), ((0, 1, 6, 6), False), ((1, 1, 12, 8), True)]
+PAGES, PAGE_SIZE, POSITIONS, EPS = 9, 8, 8, 1e-5
+
+
+@dataclasses.dataclass
+class Case:
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm: torch.Tensor | None
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    caches: list[torch.Tensor]
+    slots: torch.Tensor
+    heads: tuple[int, int, int]
+
+    def arguments(self, caches: list[torch.Tensor]) -> tuple[Any, ...]:
+        return self.x, self.weight, self.bias, self.norm, self.positions, self.cos_sin, *caches, self.slots
+
+    def empty(self) -> list[torch.Tensor]:
+        return [cache.clone() for cache in self.caches]
+
+    def rotated(self, y: torch.Tensor, caches: list[torch.Tensor], interleaved: bool) -> torch.Tensor:
+        """By the kernel of rope_and_cache, from a projection."""
+        q, k, v = y.view(y.shape[0], -1, caches[0].shape[3]).split(self.heads, 1)
+        return _rope_kernels.launch(
+            q, k, v, self.positions, self.cos_sin, None, *caches, self.slots, None, None, EPS, 0.0, None, None, interleaved
+        )
+
+
+def _case(rows: int, shape: tuple[int, ...], device: torch.device, *, bias: bool = False, norm: bool = False, k: int = 96,
+          dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None) -> Case:  # fmt: skip
+    """Positions up to the table's end and one past it, slots in any order with padding, x and weight as slices, caches with a pattern."""
+    heads, kv_heads, dim, rot_dim = shape
+    n = (heads + 2 * kv_heads) * dim
+    positions = torch.randint(0, POSITIONS, (rows,), device=device)
+    slots = torch.randperm(PAGES * PAGE_SIZE, device=device)[:rows]
+    if rows > 2:
+        positions[-2:] = torch.tensor([POSITIONS - 1, POSITIONS])
+        slots[:2] = torch.tensor([-1, PAGES * PAGE_SIZE])
+    return Case(
+        torch.randn(rows, 2 * k + 8, device=device).to(dtype)[:, 8 : 8 + k],
+        torch.randn(n, k + 8, device=device).to(dtype)[:, :k] / k**0.5,
+        torch.randn(n, device=device).to(dtype) if bias else None,
+        torch.randn(k, device=device).to(dtype) if norm else None,
+        positions,
+        torch.randn(POSITIONS, rot_dim + 2, device=device)[:, :rot_dim],
+        [torch.full((PAGES, PAGE_SIZE, kv_heads, dim), 3.0, device=device).to(cache_dtype or dtype) for _ in "kv"],
+        slots,
+        (heads, kv_heads, kv_heads),
+    )
+
+
+def _same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Bit for bit, any NaN like another."""
+    return got.shape == want.shape and torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
+    """``tile`` for every call of at most 64 rows without a norm, and with one unless it splits."""
+    pick = lambda target, dtype, variant, *shape: None if tile is None or ("norm" in variant and tile.splits > 1) else tile
+    for module in (qkv, importlib.import_module("tkernels.linear")):
+        monkeypatch.setattr(module, "choose", pick)
+    _repeats.forget()
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    _repeats.forget()
+
+
+@pytest.mark.parametrize(("shape", "interleaved"), SHAPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kind}-{t.block_n}-{t.slices}-{t.splits}")
+def test_bits_are_those_of_the_two_kernels(tile: Tile, shape: tuple[int, ...], interleaved: bool, device: torch.device) -> None:
+    for rows in (1, 2, 3) if tile.kind == "vector" else (17,):
+        case = _case(rows, shape, device, bias=rows != 2, norm=tile.splits == 1 and rows != 1, k=72)
+        ours, theirs = case.empty(), case.empty()
+        x, weight, bias, norm, *rest = case.arguments(ours)
+        q = torch.full((rows, shape[0], shape[2]), float("nan"), dtype=x.dtype, device=device)
+        launch(x, weight, bias, norm, EPS, *rest, interleaved, q, tile)
+        y = torch.full((rows, weight.shape[0]), float("nan"), dtype=x.dtype, device=device)
+        _linear_kernels.launch(x, weight, bias, norm, None, False, EPS, y, tile)
+        assert _same(q, case.rotated(y, theirs, interleaved))
+        assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True))
+        if rows > 2:
+            assert q[-1].isnan().any() or not q.numel()  # its position is outside the table
+            assert not q[:-1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 32, 64])
+@pytest.mark.parametrize("shape", [(32, 8, 64, 64, 2048), (32, 8, 128, 128, 4096), (9, 3, 64, 64, 576), (32, 8, 80, 32, 2560)], ids=str)
+def test_bits_at_the_sizes_of_models(rows: int, shape: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler makes of both ways is one arithmetic: no product is contracted otherwise."""
+    *heads, k = shape
+    for tile in (
+        Tile("vector", 2, 1024, 1, 4, 1), Tile("vector", 4, 1024, 1, 4, 1),
+        Tile("matrix", 16, 128, 4, 4, 3), Tile("matrix", 64, 64, 1, 4, 4),
+        Tile("matrix", 64, 128, 1, 4, 3, splits=4), Tile("matrix", 32, 64, 4, 4, 3), None,
+    ):  # fmt: skip
+        if tile is not None and tile.kind == "vector" and rows > 4:
+            continue
+        if tile is not None and max(16, rows) * tile.block_n * tile.slices > 16384:
+            continue
+        _use(monkeypatch, tile)
+        for bias in (False, True):
+            case = _case(rows, tuple(heads), device, bias=bias, norm=True, k=k)
+            ours, theirs = case.empty(), case.empty()
+            q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
+            y = tkernels.linear(case.x, case.weight, case.bias, norm_weight=case.norm, eps=EPS)
+            assert _same(q, case.rotated(y, theirs, False)), tile
+            assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True)), tile
+
+
+@pytest.mark.parametrize("tile", [TILES[1], TILES[2], None], ids=["vector", "matrix", "composed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_is_as_exact_as_the_reference(tile: Tile | None, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, tile)
+    case = _case(3, (3, 1, 16, 16), device, bias=True, norm=True, dtype=dtype)
+    case.positions[-1] = 0
+    ours, low, wide = case.empty(), case.empty(), [cache.double() for cache in case.caches]
+    q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
+    q_low = linear_rope_and_cache_ref(*case.arguments(low), eps=EPS)
+    exact = (a.double() if a is not None and a.is_floating_point() else a for a in case.arguments(wide)[:6])
+    q_exact = linear_rope_and_cache_ref(*exact, *wide, case.slots, eps=EPS)
+    assert_close_to_exact(q, q_exact, q_low)
+    for got, want, near in zip(ours, wide, low, strict=True):
+        assert_close_to_exact(got.flatten(0, 2), want.flatten(0, 2), near.flatten(0, 2))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8], ids=["fp32", "e4m3"])
+def test_b105_caches_of_another_dtype(cache_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded from the rounded projection, as rope_and_cache does; scales are divided by there."""
+    _use(monkeypatch, TILES[2])
+    case = _case(3, (2, 1, 16, 16), device, cache_dtype=cache_dtype)
+    for scales in ({}, {"k_scale": torch.tensor([0.5], device=device), "v_scale": torch.tensor([4.0], device=device)}):
+        ours, theirs = case.empty(), case.empty()
+        q = tkernels.linear_rope_and_cache(*case.arguments(ours), **scales)
+        heads = tkernels.linear(case.x, case.weight).view(3, -1, 16).split(case.heads, 1)
+        want = tkernels.rope_and_cache(*heads, case.positions, case.cos_sin, *theirs, case.slots, **scales)
+        assert _same(q, want) and all(_same(got, cache) for got, cache in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tile", [TILES[2], None], ids=["tile", "cuBLAS"])
+def test_qk_norm_is_composed(tile: Tile | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, tile)
+    monkeypatch.setattr(qkv, "launch", lambda *_: pytest.fail("a program does not hold whole heads"))
+    case = _case(2, (2, 1, 16, 16), device)
+    weights = {name: torch.rand(16, device=device).bfloat16() for name in ("q_weight", "k_weight")}
+    ours, theirs = case.empty(), case.empty()
+    q = tkernels.linear_rope_and_cache(*case.arguments(ours), **weights, weight_offset=1.0)
+    heads = tkernels.linear(case.x, case.weight).view(2, -1, 16).split(case.heads, 1)
+    want = tkernels.rope_and_cache(*heads, case.positions, case.cos_sin, *theirs, case.slots, **weights, weight_offset=1.0)
+    assert _same(q, want) and all(_same(got, cache) for got, cache in zip(ours, theirs, strict=True))
+
+
+def test_row_does_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a row class: other classes may have other tiles."""
+    _use(monkeypatch, TILES[3])
+    case = _case(16, (3, 1, 16, 16), device, norm=True)
+    whole = case.empty()
+    q = tkernels.linear_rope_and_cache(*case.arguments(whole))
+    for last in (9, 12):
+        part = dataclasses.replace(case, x=case.x[:last], positions=case.positions[:last], slots=case.slots[:last])
+        alone = part.empty()
+        assert _same(tkernels.linear_rope_and_cache(*part.arguments(alone)), q[:last])
+        for slot in part.slots[2:].tolist():
+            assert all(_same(a.flatten(0, 1)[slot], w.flatten(0, 1)[slot]) for a, w in zip(alone, whole, strict=True))
+
+
+def test_one_launch_with_the_norm_and_two_without(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated calls, with other numbers in other memory."""
+    monkeypatch.setattr(_repeats, "ENABLED", True)
+    for splits, launches in ((1, 1), (2, 2)):
+        _use(monkeypatch, Tile("matrix", 16, 32, 1, 4, 2, splits=splits))
+        for _ in range(4):
+            case = _case(3, (2, 1, 16, 16), device, norm=True)
+            ours, theirs = case.empty(), case.empty()
+            q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
+            monkeypatch.setattr(_repeats, "ENABLED", False)
+            y = tkernels.linear(case.x, case.weight, norm_weight=case.norm, eps=EPS)
+            monkeypatch.setattr(_repeats, "ENABLED", True)
+            assert _same(q, case.rotated(y, theirs, False)) and all(_same(a, b) for a, b in zip(ours, theirs, strict=True))
+        (plan,) = [plan for table in _repeats._tables for plan in table.values()]
+        assert isinstance(plan, _repeats._Plan) and len(plan.launches) == launches
+
+
+def test_runs_of_partners() -> None:
+    wide, narrow = Tile("matrix", 64, 32, 1, 4, 2), Tile("vector", 4, 64, 1, 4, 1)
+    assert [run_length(wide, dim, rot, False) for dim, rot in ((64, 64), (80, 80), (80, 32), (20, 20), (6, 6), (7, 4))] == [
+        8,
+        8,
+        8,
+        2,
+        1,
+        0,
+    ]
+    assert run_length(narrow, 64, 64, False) == 2 and run_length(wide, 64, 64, True) == 1
+    assert run_length(dataclasses.replace(narrow, block_n=1), 64, 64, True) == 0, "partners are in two programs"
+
+
+def test_the_tile_is_the_projections_unless_the_rotation_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, shape = _target.Target("sm_90", 132, True), (1, 3072, 2048)
+    module = importlib.import_module("tkernels.linear")
+    plain, norm, own = Tile("vector", 2, 64, 1, 4, 1), Tile("vector", 4, 64, 1, 4, 1), Tile("vector", 8, 64, 1, 4, 1)
+    table: dict[Any, Tile | None] = {("plain", *shape): plain, ("norm", *shape): norm}
+    monkeypatch.setattr(module, "_table", lambda arch: table)
+    pick = lambda variant: choose(target, torch.bfloat16, variant, *shape)
+    assert pick("rope") == plain and pick("norm+rope") == norm
+    table[("norm+rope", *shape)] = own
+    assert pick("rope") == plain and pick("norm+rope") == own
+    table[("rope", *shape)] = None  # measured, and the composition won
+    assert pick("rope") is None and pick("plain") == plain
+
+
+def test_errors_name_the_argument(device: torch.device) -> None:
+    case = _case(2, (2, 1, 16, 16), device)
+    names = ("x", "weight", "bias", "norm_weight", "positions", "cos_sin", "k_cache", "v_cache", "slot_mapping")
+    right = dict(zip(names, case.arguments(case.caches), strict=True))
+    wrong: list[tuple[str, Any, type[Exception], str]] = [
+        ("x", case.x[None], ValueError, r"x: expected \[tokens, 96\], got \[1, 2, 96\]"),
+        ("weight", case.weight[:60], ValueError, r"weight: expected \(heads \+ 2 · 1\) · 16 rows .* got \[60, 96\]"),
+        ("weight", case.weight[:16], ValueError, r"weight: expected .* got \[16, 96\]"),
+        ("bias", case.x[0], ValueError, r"bias: expected \[64\]"),
+        ("positions", case.positions[:1], ValueError, r"positions: expected \[2\] one per row of x, got \[1\]"),
+        ("slot_mapping", case.slots.int(), TypeError, "slot_mapping: expected int64"),
+        ("cos_sin", case.cos_sin[:, :5], ValueError, "cos_sin: expected .* rot_dim even and 2 to 16"),
+        ("cos_sin", case.cos_sin.half(), TypeError, "cos_sin: expected float32"),
+        ("k_cache", case.caches[0][0], ValueError, r"k_cache: expected \[pages, page_size, kv_heads, head_dim\]"),
+        ("v_cache", case.caches[1][:1], ValueError, r"v_cache: expected \[9, 8, 1, 16\] like k_cache, got \[1, 8, 1, 16\]"),
+        ("v_cache", case.caches[1].double(), TypeError, "v_cache: expected float16, bfloat16, float32 or float8_e4m3fn"),
+        ("k_scale", torch.ones(3, device=device), ValueError, r"k_scale: expected one element or \[1\]"),
+        ("q_weight", torch.ones(8, device=device), ValueError, r"q_weight: expected \[16\] \(head_dim\)"),
+    ]
+    for name, value, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            tkernels.linear_rope_and_cache(**{**right, name: value})

@@ -1,0 +1,187 @@
+"""The sums of a few-row projection, for the kernels that differ in what they do with them: ``_linear_kernels``, ``_qkv_kernels``."""
+
+from __future__ import annotations
+
+from tkernels._triton import cast, dot, tl, triton
+
+
+@triton.jit
+def stream(ptrs, mask, EVEN: tl.constexpr):
+    """Weights are read once: they should not push anything else out of L2."""
+    if EVEN:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _weighted(x, norm, squares):
+    """x times the norm's weight, rounded, and its squares; the norm's scale is one number a row and is applied to the sums."""
+    wide = x.to(tl.float32)
+    return cast(wide * norm.to(tl.float32), x.dtype), squares + wide * wide
+
+
+@triton.jit
+def _row(x_ptr, m, rows, k, mask_k, offs_k, stride_xm, norm, w, w_up, acc, up, squares, HAS_NORM: tl.constexpr, GATED: tl.constexpr):
+    """One row of x against a tile of the weights; norm [BLOCK_K] multiplies it."""
+    x = tl.load(x_ptr + tl.cast(m, tl.int64) * stride_xm + k + offs_k, mask=mask_k & (m < rows), other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += x * x
+        x *= norm
+    acc += w * x[None, :]
+    if GATED:
+        up += w_up * x[None, :]
+    return acc, up, squares
+
+
+@triton.jit
+def vector_sums(
+    x_ptr, norm_ptr, w_ptrs, up_ptrs, w, w_up, mask_n, offs_k, rows, stride_xm,
+    K: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Products of each row of x with a tile of the weights, added over steps but not over lanes; w and w_up are the first step's."""
+    zero = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc0, acc1, acc2, acc3 = zero, zero, zero, zero
+    up0, up1, up2, up3 = zero, zero, zero, zero
+    square = tl.zeros([BLOCK_K], tl.float32)
+    square0, square1, square2, square3 = square, square, square, square
+    for k in tl.static_range(0, K, BLOCK_K):
+        mask_k = offs_k + k < K
+        wide = w.to(tl.float32)
+        wide_up = w_up.to(tl.float32)
+        norm = square
+        if HAS_NORM:
+            norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+        acc0, up0, square0 = _row(x_ptr, 0, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc0, up0, square0, HAS_NORM, GATED)
+        if BLOCK_M > 1:
+            acc1, up1, square1 = _row(
+                x_ptr, 1, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc1, up1, square1, HAS_NORM, GATED
+            )
+        if BLOCK_M > 2:
+            acc2, up2, square2 = _row(
+                x_ptr, 2, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc2, up2, square2, HAS_NORM, GATED
+            )
+            acc3, up3, square3 = _row(
+                x_ptr, 3, rows, k, mask_k, offs_k, stride_xm, norm, wide, wide_up, acc3, up3, square3, HAS_NORM, GATED
+            )
+        if k + BLOCK_K < K:
+            mask_next = mask_n & (offs_k + k + BLOCK_K < K)[None, :]
+            w = stream(w_ptrs + k + BLOCK_K, mask_next, EVEN)
+            if GATED:
+                w_up = stream(up_ptrs + k + BLOCK_K, mask_next, EVEN)
+    return (acc0, acc1, acc2, acc3), (up0, up1, up2, up3), (square0, square1, square2, square3)
+
+
+@triton.jit
+def row_sum(acc, up, squares, eps, K: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr):
+    """A row's outputs [BLOCK_N], and its up outputs, from what ``vector_sums`` gives."""
+    y = tl.sum(acc, 1)
+    y_up = y
+    if GATED:
+        y_up = tl.sum(up, 1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+        y_up *= scale
+    return y, y_up
+
+
+@triton.jit
+def matrix_sums(
+    x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
+    HAS_NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The weights' rows times x over [k_begin, k_end), the same for the up rows, and the squares of x; slices not yet added up."""
+    # The weights are the left operand: 64 of their rows fill a warpgroup's tile, or 16 a warp's, whatever the rows of x.
+    # Slice s of a step holds its own BLOCK_K inputs; each warp multiplies its slices, and they are summed once at the end.
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = tl.arange(0, BLOCK_M) < rows
+    x_rows = x_ptr + tl.arange(0, BLOCK_M).to(tl.int64) * stride_xm
+    if SLICES == 1:
+        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = acc
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
+            mask_k = offs_k + k < k_total
+            mask_w = mask_n[:, None] & mask_k[None, :]
+            w = stream(w_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN)
+            mask_x = mask_m[None, :] if EVEN else mask_m[None, :] & mask_k[:, None]
+            x = tl.load(x_rows[None, :] + (offs_k + k)[:, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + k + offs_k, mask=mask_k, other=0.0)
+                x, squares = _weighted(x, norm[:, None], squares)
+            acc = dot(w, x, acc)
+            if GATED:
+                up = dot(stream(up_rows[:, None] + (offs_k + k)[None, :], mask_w, EVEN), x, up)
+    else:
+        offs_s = tl.arange(0, SLICES) * BLOCK_K
+        squares = tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)
+        acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+        up = acc
+        for k in tl.range(k_begin, k_end, SLICES * BLOCK_K, num_stages=NUM_STAGES):
+            at = k + offs_s[:, None] + offs_k[None, :]  # [SLICES, BLOCK_K]
+            mask_w = mask_n[None, :, None] & (at < k_total)[:, None, :]
+            w = stream(w_rows[None, :, None] + at[:, None, :], mask_w, EVEN)
+            mask_x = mask_m[None, None, :] if EVEN else mask_m[None, None, :] & (at < k_total)[:, :, None]
+            x = tl.load(x_rows[None, None, :] + at[:, :, None], mask=mask_x, other=0.0)
+            if HAS_NORM:
+                norm = tl.load(norm_ptr + at, mask=at < k_total, other=0.0)
+                x, squares = _weighted(x, norm[:, :, None], squares)
+            acc = dot(w, x, acc)
+            if GATED:
+                up = dot(stream(up_rows[None, :, None] + at[:, None, :], mask_w, EVEN), x, up)
+    return acc, up, squares
+
+
+@triton.jit
+def matrix_end(acc, up, squares, eps, k_total, HAS_NORM: tl.constexpr, SLICES: tl.constexpr):
+    """Outputs [BLOCK_N, BLOCK_M] and up outputs from what ``matrix_sums`` gives: slices added up, scaled by the norm."""
+    if SLICES > 1:
+        acc = tl.sum(acc, 0)
+        up = tl.sum(up, 0)
+        squares = tl.sum(squares, 0)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
+        acc *= scale
+        up *= scale
+    return acc, up
+
+
+@triton.jit
+def share(k_total, SPLITS: tl.constexpr, STEP: tl.constexpr):
+    """Where this program's part of K begins and ends."""
+    k_begin = 0
+    k_end = k_total
+    if SPLITS > 1:
+        size = tl.cdiv(tl.cdiv(k_total, SPLITS), STEP) * STEP
+        k_begin = tl.program_id(1) * size
+        k_end = tl.minimum(k_begin + size, k_total)
+    return k_begin, k_end
+
+
+@triton.jit
+def arrive(acc, part_ptr, arrivals_ptr, SPLITS: tl.constexpr):
+    """Leave this program's sums [N, M] with those of the other parts of K; returns where they are, and whether all have arrived."""
+    N: tl.constexpr = acc.shape[0]
+    M: tl.constexpr = acc.shape[1]
+    # [program of n, split, N, M]; the last program to arrive adds the splits in order, whichever it is
+    own = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    parts = part_ptr + tl.program_id(0).to(tl.int64) * (SPLITS * N * M) + own
+    tl.store(parts + tl.program_id(1) * (N * M), acc)
+    tl.debug_barrier()  # all threads have stored before one of them releases
+    arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+    return parts, arrived == SPLITS - 1
+
+
+@triton.jit
+def add_parts(parts, arrivals_ptr, SPLITS: tl.constexpr):
+    """The sum of all parts, in order; for the program that arrived last."""
+    SIZE: tl.constexpr = parts.shape[0] * parts.shape[1]
+    tl.debug_barrier()  # no thread reads before the one that acquires
+    tl.store(arrivals_ptr + tl.program_id(0), 0)  # for the next launch
+    acc = tl.load(parts)
+    for split in tl.static_range(1, SPLITS):
+        acc += tl.load(parts + split * SIZE)
+    return acc
