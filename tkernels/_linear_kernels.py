@@ -9,7 +9,7 @@ import torch
 from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
-from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, row_sum, share, stream, vector_sums
+from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
 from tkernels._sampling_kernels import key_of
 from tkernels._triton import cast, cdiv, tl, triton
 from tkernels.activation import activate
@@ -36,20 +36,17 @@ class Tile:
 
 @triton.jit
 def _finish(
-    y, up, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, rows, n, stride_rm, dtype: tl.constexpr, AXIS_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    y, up, scale, bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, rows, n, stride_rm, dtype: tl.constexpr, AXIS_N: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs.
+    """Scale, bias, activation, residual and the store; offs_m and offs_n broadcast to y's shape, n is the number of outputs.
 
     An int64 y_ptr takes no outputs but, per program and row, the key of the largest: its value, then the lower id first.
     """
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
-    y = cast(y, dtype)
+    y = rounded(y, scale, bias_ptr, offs_n, offs_n < n, dtype, HAS_NORM, HAS_BIAS)
     if GATED:
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + n + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
-        y = cast(activate(y.to(tl.float32), "silu") * cast(up, dtype).to(tl.float32), dtype)
+        up = rounded(up, scale, bias_ptr, n + offs_n, offs_n < n, dtype, HAS_NORM, HAS_BIAS)
+        y = cast(activate(y.to(tl.float32), "silu") * up.to(tl.float32), dtype)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + offs_m.to(tl.int64) * stride_rm + offs_n, mask=mask, other=0.0)
         y = cast(residual.to(tl.float32) + y.to(tl.float32), dtype)
@@ -68,11 +65,11 @@ def _row_end(
     acc, up, squares, m, rows, offs_n, pointers, n, stride_rm, eps, dtype: tl.constexpr, K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    y, y_up = row_sum(acc, up, squares, eps, K, HAS_NORM, GATED)
+    y, y_up, scale = row_sum(acc, up, squares, eps, K, HAS_NORM, GATED)
     bias_ptr, residual_ptr, y_ptr = pointers
     _finish(
-        y[None, :], y_up[None, :], bias_ptr, residual_ptr, y_ptr, tl.full([1, 1], m, tl.int32), offs_n[None, :],
-        ((offs_n < n) & (m < rows))[None, :], rows, n, stride_rm, dtype, 1, HAS_BIAS, GATED, HAS_RESIDUAL,
+        y[None, :], y_up[None, :], scale, bias_ptr, residual_ptr, y_ptr, tl.full([1, 1], m, tl.int32), offs_n[None, :],
+        ((offs_n < n) & (m < rows))[None, :], rows, n, stride_rm, dtype, 1, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -134,19 +131,19 @@ def _matrix_kernel(
         x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
         HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
     )  # fmt: skip
-    acc, acc_up = matrix_end(acc, acc_up, squares, eps, k_total, HAS_NORM, SLICES)
+    acc, acc_up, scale = matrix_end(acc, acc_up, squares, eps, k_total, HAS_NORM, SLICES)
     if SPLITS > 1:
         parts, last_of_all = arrive(acc, part_ptr, arrivals_ptr, SPLITS)
         if last_of_all:
             acc = add_parts(parts, arrivals_ptr, SPLITS)
             _finish(
-                acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
-                rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_BIAS, GATED, HAS_RESIDUAL,
+                acc, acc_up, scale, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+                rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL,
             )  # fmt: skip
     else:
         _finish(
-            acc, acc_up, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
-            rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_BIAS, GATED, HAS_RESIDUAL,
+            acc, acc_up, scale, bias_ptr, residual_ptr, y_ptr, offs_m[None, :], offs_n[:, None], mask_n[:, None] & mask_m[None, :],
+            rows, n, stride_rm, x_ptr.dtype.element_ty, 0, HAS_NORM, HAS_BIAS, GATED, HAS_RESIDUAL,
         )  # fmt: skip
 
 

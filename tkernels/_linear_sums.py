@@ -75,16 +75,30 @@ def vector_sums(
 
 @triton.jit
 def row_sum(acc, up, squares, eps, K: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr):
-    """A row's outputs [BLOCK_N], and its up outputs, from what ``vector_sums`` gives."""
+    """A row's outputs [BLOCK_N] and its up outputs from what ``vector_sums`` gives, and by what the norm scales them."""
     y = tl.sum(acc, 1)
     y_up = y
     if GATED:
         y_up = tl.sum(up, 1)
+    scale = 1.0
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    return y, y_up, scale
+
+
+@triton.jit
+def rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """y · scale + bias in ``dtype``. Whether a compiler contracts such a product depends on what stands around it, so it is told to:
+    all kernels of a projection give the same bits."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            y = tl.fma(y, scale, bias)
+        else:
+            y += bias
+    elif HAS_NORM:
         y *= scale
-        y_up *= scale
-    return y, y_up
+    return cast(y, dtype)
 
 
 @triton.jit
@@ -137,16 +151,15 @@ def matrix_sums(
 
 @triton.jit
 def matrix_end(acc, up, squares, eps, k_total, HAS_NORM: tl.constexpr, SLICES: tl.constexpr):
-    """Outputs [BLOCK_N, BLOCK_M] and up outputs from what ``matrix_sums`` gives: slices added up, scaled by the norm."""
+    """Outputs [BLOCK_N, BLOCK_M] and up outputs from what ``matrix_sums`` gives, and by what the norm scales them."""
     if SLICES > 1:
         acc = tl.sum(acc, 0)
         up = tl.sum(up, 0)
         squares = tl.sum(squares, 0)
+    scale = 1.0
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
-        acc *= scale
-        up *= scale
-    return acc, up
+    return acc, up, scale
 
 
 @triton.jit

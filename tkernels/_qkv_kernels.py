@@ -13,9 +13,9 @@ from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
 from tkernels._linear_kernels import Tile, row_class
-from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, row_sum, share, stream, vector_sums
+from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
 from tkernels._rope_kernels import store_as
-from tkernels._triton import cast, cdiv, tl, triton
+from tkernels._triton import cdiv, tl, triton
 
 _LONGEST_RUN = 8  # of the 16 rows of a tensor core's tile a thread holds two that are 8 apart
 
@@ -115,14 +115,6 @@ def _pair_places(BLOCK_N: tl.constexpr, RUN: tl.constexpr):
     return tl.program_id(0) * BLOCK_N + pair // RUN * (2 * RUN) + pair % RUN
 
 
-@triton.jit
-def _rounded(y, bias_ptr, column, mask, dtype: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """As ``linear`` rounds: here, before layouts change, so that the compiler contracts the same products and sums."""
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    return cast(y, dtype)
-
-
 # One number a row is read from positions and slots, so a slice that starts or steps otherwise must not mean another compilation, and
 # nothing is gained by knowing that a count is 1 or a multiple of 16.
 _UNSPECIALISED = {
@@ -157,20 +149,20 @@ def _vector_qkv_kernel(
         place, position, cos_sin_ptr, stride_table, max_positions, num_heads + num_kv_heads, rows, HEAD_DIM, ROT_DIM, RUN, INTERLEAVED
     )
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    y0, _ = row_sum(acc[0], up[0], squares[0], eps, K, HAS_NORM, False)
-    y0 = _rounded(y0, bias_ptr, column, mask_n, dtype, HAS_BIAS)
+    y0, _, scale0 = row_sum(acc[0], up[0], squares[0], eps, K, HAS_NORM, False)
+    y0 = rounded(y0, scale0, bias_ptr, column, mask_n, dtype, HAS_NORM, HAS_BIAS)
     if BLOCK_M == 1:
         y = y0[:, None]
     else:
-        y1, _ = row_sum(acc[1], up[1], squares[1], eps, K, HAS_NORM, False)
-        y1 = _rounded(y1, bias_ptr, column, mask_n, dtype, HAS_BIAS)
+        y1, _, scale1 = row_sum(acc[1], up[1], squares[1], eps, K, HAS_NORM, False)
+        y1 = rounded(y1, scale1, bias_ptr, column, mask_n, dtype, HAS_NORM, HAS_BIAS)
         if BLOCK_M == 2:
             y = tl.join(y0, y1)
         else:
-            y2, _ = row_sum(acc[2], up[2], squares[2], eps, K, HAS_NORM, False)
-            y3, _ = row_sum(acc[3], up[3], squares[3], eps, K, HAS_NORM, False)
-            y2 = _rounded(y2, bias_ptr, column, mask_n, dtype, HAS_BIAS)
-            y3 = _rounded(y3, bias_ptr, column, mask_n, dtype, HAS_BIAS)
+            y2, _, scale2 = row_sum(acc[2], up[2], squares[2], eps, K, HAS_NORM, False)
+            y3, _, scale3 = row_sum(acc[3], up[3], squares[3], eps, K, HAS_NORM, False)
+            y2 = rounded(y2, scale2, bias_ptr, column, mask_n, dtype, HAS_NORM, HAS_BIAS)
+            y3 = rounded(y3, scale3, bias_ptr, column, mask_n, dtype, HAS_NORM, HAS_BIAS)
             y = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), (BLOCK_N, BLOCK_M))
     _rotate_and_store(
         y, cos, sin, place, slot, q_ptr, k_cache_ptr, v_cache_ptr, (stride_kcp, stride_kcs, stride_kch),
@@ -203,7 +195,7 @@ def _matrix_qkv_kernel(
     )  # fmt: skip
     last_of_all = True
     if SPLITS > 1:
-        acc, up = matrix_end(acc, up, squares, eps, k_total, HAS_NORM, SLICES)
+        acc, _, scale = matrix_end(acc, up, squares, eps, k_total, HAS_NORM, SLICES)
         parts, last_of_all = arrive(acc, part_ptr, arrivals_ptr, SPLITS)
     if last_of_all:
         # The cosines are on their way while the sums come together.
@@ -214,8 +206,8 @@ def _matrix_qkv_kernel(
         if SPLITS > 1:
             y = add_parts(parts, arrivals_ptr, SPLITS)
         else:
-            y, _ = matrix_end(acc, up, squares, eps, k_total, HAS_NORM, SLICES)
-        y = _rounded(y, bias_ptr, column[:, None], mask_n[:, None], x_ptr.dtype.element_ty, HAS_BIAS)
+            y, _, scale = matrix_end(acc, up, squares, eps, k_total, HAS_NORM, SLICES)
+        y = rounded(y, scale, bias_ptr, column[:, None], mask_n[:, None], x_ptr.dtype.element_ty, HAS_NORM, HAS_BIAS)
         _rotate_and_store(
             y, cos, sin, place, slot, q_ptr, k_cache_ptr, v_cache_ptr, (stride_kcp, stride_kcs, stride_kch),
             (stride_vcp, stride_vcs, stride_vch), num_heads, num_kv_heads, num_slots, rows, PAGE_SIZE, HEAD_DIM, ROT_DIM, RUN, INTERLEAVED,
