@@ -37,7 +37,7 @@ SHAPES: dict[str, list[Shape]] = {
 }
 VARIANTS = {
     "qkv": ("plain", "norm", "rope", "norm+rope"), "o": ("plain",), "gate_up": ("gated", "norm+gated"), "down": ("plain",),
-    "head": ("plain", "norm"), "any": ("plain", "norm"),
+    "rope": ("rope", "norm+rope"), "head": ("plain", "norm"), "any": ("plain", "norm"),
 }  # fmt: skip
 _MARGIN = 0.99  # a tile must beat the composition by more than the noise of the timing
 _CALLS, _REPEATS, _ROTATED_BYTES, _EPS = 12, 15, 256 << 20, 1e-5
