@@ -9,7 +9,7 @@ kernels, and what it waits for would not be all that came before it.
 
 Only launches that are captured in a graph are made so. Eager ones gain nothing, as the host is slower than the gap, and a weight that
 has just been written (a cast, a load) would be read too early. Hence what is required of a captured step: it does not itself write a weight
-that ``rms_norm`` or ``linear`` reads in it. The arithmetic is the same, and so are the bits.
+that ``rms_norm``, ``linear`` or ``linear_rope_and_cache`` reads in it. The arithmetic is the same, and so are the bits.
 """
 
 from __future__ import annotations

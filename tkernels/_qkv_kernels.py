@@ -43,7 +43,7 @@ def _partners(y, RUN: tl.constexpr):
 @triton.jit
 def _of_token(positions_ptr, slots_ptr, stride_positions, stride_slots, rows, BLOCK_M: tl.constexpr):
     """Position and slot of each row [BLOCK_M]; asked for ahead of the sums, since the cosines wait for them."""
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M).to(tl.int64)  # by a stride that may be a wide table's
     position = tl.load(positions_ptr + offs_m * stride_positions, mask=offs_m < rows, other=0)
     slot = tl.load(slots_ptr + offs_m * stride_slots, mask=offs_m < rows, other=-1)
     return position, slot

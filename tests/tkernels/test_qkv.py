@@ -113,29 +113,30 @@ def test_bits_are_those_of_the_two_kernels(tile: Tile, shape: tuple[int, ...], i
             assert not q[:-1].isnan().any()
 
 
+MODELS = [((32, 8, 64, 64), 2048, False), ((32, 8, 128, 128), 4096, False), ((32, 8, 80, 32), 2560, True)]
+VECTORS = [Tile("vector", 2, 1024, 1, 4, 1), Tile("vector", 4, 1024, 1, 4, 1)]
+MATRICES = [
+    Tile("matrix", 16, 128, 4, 4, 3), Tile("matrix", 64, 64, 1, 4, 4), Tile("matrix", 64, 128, 1, 4, 3, splits=4),
+    Tile("matrix", 32, 64, 4, 4, 3),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 32, 64])
-@pytest.mark.parametrize("shape", [(32, 8, 64, 64, 2048), (32, 8, 128, 128, 4096), (9, 3, 64, 64, 576), (32, 8, 80, 32, 2560)], ids=str)
-def test_bits_at_the_sizes_of_models(rows: int, shape: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler makes of both ways is one arithmetic: no product is contracted otherwise."""
-    *heads, k = shape
-    for tile in (
-        Tile("vector", 2, 1024, 1, 4, 1), Tile("vector", 4, 1024, 1, 4, 1),
-        Tile("matrix", 16, 128, 4, 4, 3), Tile("matrix", 64, 64, 1, 4, 4),
-        Tile("matrix", 64, 128, 1, 4, 3, splits=4), Tile("matrix", 32, 64, 4, 4, 3), None,
-    ):  # fmt: skip
-        if tile is not None and tile.kind == "vector" and rows > 4:
-            continue
-        if tile is not None and max(16, rows) * tile.block_n * tile.slices > 16384:
-            continue
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+@pytest.mark.parametrize(("shape", "k", "interleaved"), MODELS, ids=str)
+def test_bits_at_the_sizes_of_models(
+    rows: int, shape: tuple[int, ...], k: int, interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the compiler makes of both ways is one arithmetic: no product is contracted otherwise. None: cuBLAS in both."""
+    for tile in (*(VECTORS if rows <= 4 else MATRICES), None):
         _use(monkeypatch, tile)
         for bias in (False, True):
-            case = _case(rows, tuple(heads), device, bias=bias, norm=True, k=k)
+            case = _case(rows, shape, device, bias=bias, norm=True, k=k)
             ours, theirs = case.empty(), case.empty()
-            q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
+            q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS, interleaved=interleaved)
             y = tkernels.linear(case.x, case.weight, case.bias, norm_weight=case.norm, eps=EPS)
-            assert _same(q, case.rotated(y, theirs, False)), tile
-            assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True)), tile
+            assert _same(q, case.rotated(y, theirs, interleaved)), (tile, bias)
+            assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True)), (tile, bias)
 
 
 @pytest.mark.parametrize("tile", [TILES[1], TILES[2], None], ids=["vector", "matrix", "composed"])
@@ -209,6 +210,19 @@ def test_one_launch_with_the_norm_and_two_without(device: torch.device, monkeypa
             assert _same(q, case.rotated(y, theirs, False)) and all(_same(a, b) for a, b in zip(ours, theirs, strict=True))
         (plan,) = [plan for table in _repeats._tables for plan in table.values()]
         assert isinstance(plan, _repeats._Plan) and len(plan.launches) == launches
+
+
+def test_b098_pages_past_32_bits(device: torch.device) -> None:
+    """Page 2 starts 2**31 elements into the cache. On the CPU memory that is never touched is never allocated."""
+    case = _case(2, (1, 1, 16, 16), device, cache_dtype=FP8)
+    far = [torch.empty(2**31 + 64, dtype=FP8, device=device).as_strided((3, 2, 1, 16), (2**30, 16, 16, 1)) for _ in "kv"]
+    near = [torch.zeros(3, 2, 1, 16, device=device).to(FP8) for _ in "kv"]
+    slots, results = torch.tensor([4, 5], device=device), []
+    for caches in (far, near):
+        q = torch.empty(2, 1, 16, dtype=case.x.dtype, device=device)
+        launch(case.x, case.weight, None, None, EPS, case.positions, case.cos_sin, *caches, slots, False, q, TILES[2])
+        results.append(q)
+    assert _same(*results) and all(torch.equal(f[2].float(), n[2].float()) for f, n in zip(far, near, strict=True))
 
 
 def test_runs_of_partners() -> None:
