@@ -2,8 +2,8 @@
 
 For every shape, fusion and row class each tile is checked against fp64, then timed next to the composition (cuBLAS and the single
 ops) inside one CUDA graph over weights rotated past L2; the variants take turns and the median counts. A tile enters the table only
-where it is faster than the composition. With a rotation the composition is ``linear`` and ``rope_and_cache``, and where it wins the
-table says that too.
+where it is faster than the composition. With a rotation the composition is ``linear`` and ``rope_and_cache``, or a norm before what is
+fused without it, and where that wins the table says so too.
 """
 
 from __future__ import annotations
@@ -98,10 +98,14 @@ def _time_us(graphs: dict[Any, torch.cuda.CUDAGraph]) -> dict[Any, float]:
 
 
 class _Case:
-    """One variant of one shape at one row class: tensors, the fused launch and the composition it has to beat."""
+    """One variant of one shape at one row class: tensors, the fused launch and the compositions it has to beat."""
 
-    def __init__(self, variant: str, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, rotated_bytes: int) -> None:
-        self.variant, self.rows, self.n, self.k = variant, rows, n, k
+    def __init__(
+        self, variant: str, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, rotated_bytes: int,
+        without_norm: Tile | None = None,
+    ) -> None:  # fmt: skip
+        """without_norm: the tile with which the rest is fused where the norm is a kernel of its own."""
+        self.variant, self.rows, self.n, self.k, self.without_norm = variant, rows, n, k, without_norm
         self.gated, self.rotated_heads = "gated" in variant, "rope" in variant
         copies = min(_CALLS, max(1, -(-rotated_bytes // (n * k * dtype.itemsize))))
         self.weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(copies)]
@@ -124,10 +128,18 @@ class _Case:
 
     def fused(self, y: list[torch.Tensor], weight: torch.Tensor, tile: Tile) -> None:
         if self.rotated_heads:
-            q, k_cache, v_cache = y
-            launch_qkv(self.x, weight, None, self.norm, _EPS, self.numbers, self.angles, k_cache, v_cache, self.numbers, False, q, tile)
+            self._rotated(y, weight, self.x, self.norm, tile)
         else:
             launch(self.x, weight, None, self.norm, self.residual, self.gated, _EPS, y[0], tile)
+
+    def _rotated(self, y: list[torch.Tensor], weight: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None, tile: Tile) -> None:
+        q, k_cache, v_cache = y
+        launch_qkv(x, weight, None, norm, _EPS, self.numbers, self.angles, k_cache, v_cache, self.numbers, False, q, tile)
+
+    def norm_apart(self, y: list[torch.Tensor], weight: torch.Tensor, tile: Tile) -> None:
+        """The norm, then a rotated projection in the tile that was the best for it."""
+        assert self.norm is not None
+        self._rotated(y, weight, rms_norm(self.x, self.norm, _EPS), None, tile)
 
     def composed(self, weight: torch.Tensor) -> list[torch.Tensor]:
         if self.rotated_heads:
@@ -182,8 +194,12 @@ def _measure(case: _Case) -> dict[str, Any]:
             continue
         graphs[tile] = _graph([partial(case.fused, y, weight, tile) for weight in case.rotated()])
     graphs["composed"] = _graph([partial(case.composed, weight) for weight in case.rotated()])
+    if case.without_norm is not None:
+        outputs.append(case.empty())
+        graphs["norm apart"] = _graph([partial(case.norm_apart, outputs[-1], weight, case.without_norm) for weight in case.rotated()])
     times = _time_us(graphs)
     composed = times.pop("composed")
+    composed = min(composed, times.pop("norm apart", composed))
     best = min(times, key=times.__getitem__, default=None)  # none: too few inputs for any tile, or all were refused
     us = float("inf") if best is None else times[best]
     return {
@@ -253,10 +269,12 @@ def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path 
     header = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch.")}
     for n, k, place in shapes:
         for variant in VARIANTS[place]:
-            if "rope" in variant and n % _HEAD_DIM:
+            if "rope" in variant and (n % _HEAD_DIM or n < 3 * _HEAD_DIM):  # no heads of that width
                 continue
             for rows in ROW_CLASSES:
-                row = _measure(_Case(variant, rows, n, k, dtype, device, _ROTATED_BYTES))
+                rotated = entries.get((k, n, "rope", rows), {}).get("tile") if variant == "norm+rope" else None
+                without_norm = Tile(**rotated) if rotated else None
+                row = _measure(_Case(variant, rows, n, k, dtype, device, _ROTATED_BYTES, without_norm))
                 say(_line(row))
                 entries.pop(_key(row), None)
                 faster = row["us"] < _MARGIN * row["composed_us"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +253,17 @@ def test_the_tile_is_the_projections_unless_the_rotation_was_measured(monkeypatc
     assert pick("rope") == plain and pick("norm+rope") == own
     table[("rope", *shape)] = None  # measured, and the composition won
     assert pick("rope") is None and pick("plain") == plain
+
+
+def test_a_table_says_where_the_composition_won(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As ``tune`` writes it."""
+    module, tile = importlib.import_module("tkernels.linear"), TILES[0]
+    entries = [{"variant": "rope", "rows": rows, "n": 192, "k": 64, "us": us, "composed_us": 2.0, "tile": way}
+               for rows, us, way in ((1, 1.0, vars(tile)), (2, None, None))]  # fmt: skip
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "linear_here.json").write_text(json.dumps({"entries": entries}))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "linear.py"))
+    assert module._table.__wrapped__("here") == {("rope", 1, 192, 64): tile, ("rope", 2, 192, 64): None}
 
 
 def test_errors_name_the_argument(device: torch.device) -> None:

@@ -39,6 +39,10 @@ def test_a_rotation_is_measured_with_its_caches(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(tune, "launch_qkv", lambda *args: launch(*args) if args[-1] == right else None)  # the other one writes nothing
     row = tune._measure(tune._Case("norm+rope", 2, 256, 32, torch.bfloat16, device, 0))
     assert row["tile"] == vars(right) and [r["error"] for r in row["refused"]] == ["wrong result"]
+    times = {right: 2.0, "composed": 3.0, "norm apart": 1.0}
+    monkeypatch.setattr(tune, "_time_us", lambda graphs: {name: times[name] for name in graphs})
+    row = tune._measure(tune._Case("norm+rope", 2, 256, 32, torch.bfloat16, device, 0, right))
+    assert (row["us"], row["composed_us"]) == (2.0, 1.0), "the norm as a kernel of its own is a composition to beat"
     monkeypatch.undo()
     assert all(tile.block_n >= 2 for tile in tune.candidates("norm+rope", 1, 2048))
     assert any(tile.splits > 1 for tile in tune.candidates("rope", 1, 2048))
