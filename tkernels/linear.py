@@ -49,7 +49,7 @@ def linear_ref(
 
 @functools.cache
 def _table(arch: str) -> dict[tuple[str, int, int, int], Tile | None]:
-    """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry, or with a rotation None."""
+    """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry, or None."""
     path = Path(__file__).parent / "tables" / f"linear_{arch}.json"
     if not path.exists():
         return {}
@@ -60,13 +60,13 @@ def _table(arch: str) -> dict[tuple[str, int, int, int], Tile | None]:
 def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, k: int) -> Tile | None:
     """The tile for a call, or None: a function of the device, the dtype and the shape only.
 
-    variant: "plain", "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope", which take the tile of "plain" or "norm" where
-    they were not measured themselves. n: rows of the weight.
+    variant: "plain", "residual" (added at the end), "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope". With a residual
+    or a rotation the tile is that of what is without it, where it was not measured itself. n: rows of the weight.
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
     table, shape = _table(target.arch), (row_class(rows), n, k)
-    if "rope" in variant and (variant, *shape) not in table:
+    if ("rope" in variant or variant == "residual") and (variant, *shape) not in table:
         variant = "norm" if "norm" in variant else "plain"
     tile = table.get((variant, *shape))
     if tile is not None and tile.kind == "matrix" and dtype == torch.float16 and "norm" in variant:
@@ -130,7 +130,7 @@ def streamed(
     rows = x.numel() // k if k else 0
     if not 0 < rows <= MAX_ROWS or not streamable(x, weight, bias, residual):
         return None
-    target, suffix = target_of(x.device), "gated" if gated else "plain"
+    target, suffix = target_of(x.device), "gated" if gated else "plain" if residual is None else "residual"
     if norm_weight is not None:
         tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
         if tile is None and (tile := choose(target, x.dtype, suffix, rows, n, k)) is not None:

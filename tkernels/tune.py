@@ -36,8 +36,8 @@ SHAPES: dict[str, list[Shape]] = {
     "SmolLM2 135M": [(960, 576, "qkv"), (576, 576, "o"), (3072, 576, "gate_up"), (576, 1536, "down"), (49152, 576, "head")],
 }
 VARIANTS = {
-    "qkv": ("plain", "norm", "rope", "norm+rope"), "o": ("plain",), "gate_up": ("gated", "norm+gated"), "down": ("plain",),
-    "rope": ("rope", "norm+rope"), "head": ("plain", "norm"), "any": ("plain", "norm"),
+    "qkv": ("plain", "norm", "rope", "norm+rope"), "o": ("plain", "residual"), "gate_up": ("gated", "norm+gated"),
+    "down": ("plain", "residual"), "rope": ("rope", "norm+rope"), "head": ("plain", "norm"), "any": ("plain", "norm"),
 }  # fmt: skip
 _MARGIN = 0.99  # a tile must beat the composition by more than the noise of the timing
 _CALLS, _REPEATS, _ROTATED_BYTES, _EPS = 12, 15, 256 << 20, 1e-5
@@ -66,7 +66,7 @@ def candidates(variant: str, rows: int, k: int) -> Iterator[Tile]:
             and weights * block_m * slices <= 16384
         ):
             yield Tile("matrix", block_n, block_k, slices, warps, stages)
-    if variant in ("plain", "rope"):
+    if variant in ("plain", "residual", "rope"):
         for block_n, block_k, stages in ((64, 64, 5), (64, 128, 3), (32, 128, 4)):
             for splits in (2, 4, 8):
                 if splits * block_k * 2 <= k:
@@ -111,7 +111,7 @@ class _Case:
         self.weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(copies)]
         self.x = torch.randn(rows, k, device=device, dtype=dtype)
         self.norm = torch.rand(k, device=device, dtype=dtype) + 0.5 if "norm" in variant else None
-        self.residual = torch.randn(rows, n, device=device, dtype=dtype) if variant == "plain" else None
+        self.residual = torch.randn(rows, n, device=device, dtype=dtype) if variant == "residual" else None
         self.numbers = torch.arange(rows, device=device)  # positions and slots
         self.angles = torch.randn(rows, _HEAD_DIM, device=device)
         kv_heads = max(1, n // _HEAD_DIM // 6)
@@ -278,7 +278,7 @@ def tune(shapes: list[Shape], *, dtype: torch.dtype = torch.bfloat16, out: Path 
                 say(_line(row))
                 entries.pop(_key(row), None)
                 faster = row["us"] < _MARGIN * row["composed_us"]
-                if faster or "rope" in variant:  # a rotation without an entry would take the tile of the projection alone
+                if faster or "rope" in variant or variant == "residual":  # without an entry they take the tile of the projection alone
                     entry = {name: row[name] for name in ("variant", "rows", "n", "k", "us", "composed_us", "tile")}
                     entries[_key(row)] = entry if faster else {**entry, "us": None, "tile": None}
         torch.cuda.empty_cache()

@@ -186,6 +186,10 @@ def test_the_choice_depends_on_the_shape_only():
         size = next(c for c in ROW_CLASSES if rows <= c)
         assert choose(target, torch.bfloat16, "plain", rows, 3072, 2048) == choose(target, torch.bfloat16, "plain", size, 3072, 2048)
     assert choose(target, torch.bfloat16, "plain", 65, 128256, 2048) is None
+    # 2048 x 2048 at 64 rows: cuBLAS takes 6.6 µs and adds a residual in 1.5 more, ours takes 7.6 to 7.9 with and without
+    assert choose(target, torch.bfloat16, "plain", 64, 2048, 2048) is None
+    assert choose(target, torch.bfloat16, "residual", 64, 2048, 2048) is not None
+    assert choose(target, torch.bfloat16, "residual", 1, 2048, 2048) == choose(target, torch.bfloat16, "plain", 1, 2048, 2048) is not None
     assert choose(target, torch.float32, "plain", 1, 128256, 2048) is None
     assert choose(_target.Target("sm_70", 80, False), torch.bfloat16, "plain", 1, 128256, 2048) is None
 
