@@ -14,7 +14,7 @@ from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
 from tkernels._linear_kernels import Tile, row_class
 from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
-from tkernels._rope_kernels import store_as
+from tkernels._rope_kernels import rotate, store_as
 from tkernels._triton import cdiv, tl, triton
 
 _LONGEST_RUN = 8  # of the 16 rows of a tensor core's tile a thread holds two that are 8 apart
@@ -77,8 +77,8 @@ def _rotate_and_store(
     head = (column1 // HEAD_DIM)[:, None]
     within1, within2 = (column1 % HEAD_DIM)[:, None], (column2 % HEAD_DIM)[:, None]
     rotated = (head < num_heads + num_kv_heads) & (within1 < ROT_DIM)
-    y1 = tl.where(rotated, x1 * cos - x2 * sin, x1)
-    y2 = tl.where(rotated, x2 * cos + x1 * sin, x2)
+    y1, y2 = rotate(x1, x2, cos, sin)
+    y1, y2 = tl.where(rotated, y1, x1), tl.where(rotated, y2, x2)
     offs_m = tl.arange(0, y.shape[1])[None, :]
     mask = offs_m < rows
     # All conditions of a branch are the same for all threads: most programs have outputs of q, of k or of v only.

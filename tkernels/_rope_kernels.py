@@ -38,6 +38,12 @@ def store_as(ptrs, x, mask):
 
 
 @triton.jit
+def rotate(x1, x2, cos, sin):
+    """The pairs turned. Which of two products a compiler contracts with their sum depends on what stands around, so it is told."""
+    return tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
+
+
+@triton.jit
 def _rotate_heads(
     src, dst, mask_heads, weight_ptr, eps, weight_offset, scale, cos, sin,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -60,7 +66,7 @@ def _rotate_heads(
         if HAS_REST:
             w_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0).to(tl.float32)
             rest = rest * factor * (weight_offset + w_rest)
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y1, y2 = rotate(x1, x2, cos, sin)
     if HAS_SCALE:
         y1, y2 = divide(y1, scale), divide(y2, scale)
     if INTERLEAVED:
