@@ -92,6 +92,19 @@ def _of_starts(rows: list[dict[str, Any]]) -> str:
     return markdown(header, body)
 
 
+def _of_regret(rows: list[dict[str, Any]]) -> str:
+    """Picks against what was the best when every size was timed again: a line for each context and kind of step."""
+    header = ["context", "steps", "sizes timed", "picks: full, piecewise, eager", "within 2% of the best", "worst"]
+    body = []
+    for row in (row for row in rows if row["what"] == "regret"):
+        worst = row["worst"]
+        at = f"{worst['regret']:.1%} at {worst['tokens']}: {' '.join(map(str, worst['pick']))}, best {' '.join(map(str, worst['best']))}"
+        kind = "decode" if row["key"] == "max_query_len=1" else "with prompts"
+        picks = ", ".join(str(row["picks"][mode]) for mode in ("full", "piecewise", "eager"))
+        body.append([str(row["context"]), kind, str(row["sizes"]), picks, f"{row['share_within_2_percent']:.1%}", at])
+    return markdown(header, body)
+
+
 def _of_policies(rows: list[dict[str, Any]]) -> str:
     """Simulated traffic: a line for each rate and policy."""
     header = ["rate", "policy", "goodput", "tokens/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "padding", "eager tokens", "running"]
@@ -132,6 +145,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             table = _by_peer(rows, "case")
         elif rows and rows[0].get("what") == "start-up":
             table = _of_starts(rows)
+        elif any(row.get("what") == "regret" for row in rows):
+            table = _of_regret(rows)
         elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
             table = _of_policies(rows)
         elif rows and "name" in rows[0]:
@@ -154,6 +169,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     return "–" if value is None else _number(value) if isinstance(value, float) else str(value)
 
 
