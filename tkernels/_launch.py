@@ -106,7 +106,8 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.allocate = allocate
         self.made: list[torch.Tensor] = []
-        self.views: list[torch.Tensor] = []  # alive, as long as launches are told apart by address
+        self.views: list[Any] = []  # alive, as long as launches are told apart by address and identity
+        self.sources: dict[int, torch.Tensor] = {}  # what a view, by its id, was taken from
         self.others = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,6 +119,7 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.is_view:
             self.views.append(result)
+            self.sources |= {id(view): args[0] for view in ([result] if isinstance(result, torch.Tensor) else result)}
         else:
             self.others += 1
         return result

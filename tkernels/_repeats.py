@@ -2,13 +2,14 @@
 
 What an op launches may follow only from how its arguments look (shapes, strides, dtypes, device, alignment) and from host values, since a
 captured graph repeats it for other data. So the second call that looks alike is taken down: the compiled kernels that Triton chose, their
-grids and constants, and for each pointer whose address it is: an argument's, an output's, a temporary's or a counter's. From the third on
-the checks, the choice of tiles and Triton's launcher are skipped; left are allocations, addresses and the launches themselves.
+grids and constants, and for each pointer whose address it is: an argument's, an output's, a temporary's or a counter's, or how far into
+one of them it points (a view). From the third on the checks, the choice of tiles and Triton's launcher are skipped; left are allocations,
+addresses and the launches themselves. A plan keeps no tensor.
 
 What launches depend on beside arguments can be part of the look: ``beside``. A group of GPUs is one: its ranks, its time-out. A TMA
 descriptor is of one of those addresses too, and is made again over another.
 
-A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (an offset into an argument), while
+A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (a constant of the op's own), while
 Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two things that Triton
 reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses. An op whose kernel calls torch as well
 can still have a part of it repeated: ``repeating`` takes any function that only launches.
@@ -33,19 +34,21 @@ _ALIGNMENT = 16  # bytes; what Triton specialises pointers on. torch's allocator
 _PIECE = 256  # temporaries start on multiples of this in their common allocation
 
 Again = Callable[[], torch.Tensor | int]  # memory for another call, or its address on the device
+_Look = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _tables: list[dict[Any, Any]] = []
 _lent: list[tuple[torch.Tensor, Again]] | None = None  # while a call is taken down
 
 
 class _Plan(NamedTuple):
     device: torch.device
-    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    temporaries: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[_Look, ...]
+    temporaries: tuple[_Look, ...]
     offsets: tuple[int, ...]  # of the temporaries in their common allocation
     space: int  # bytes of it
     lent: tuple[Again, ...]
     constants: tuple[Any, ...]
-    descriptors: tuple[tuple[int, int, Any], ...]  # where in the pool (among the constants), over which place of it, like which one
+    views: tuple[tuple[int, int, int, _Look], ...]  # where in the pool (among the constants), into which place of it, how many elements
+    descriptors: tuple[tuple[int, int, Any], ...]  # where in the pool, over which place of it, like which one
     # (run, grid, what stands between stream and arguments, picks the arguments from: arguments, outputs, temporaries, lent, constants)
     launches: tuple[tuple[Any, tuple[int, int, int], Any, Callable[[Any], tuple[Any, ...]]], ...]
     single: bool  # returns a tensor, not a tuple of them
@@ -131,6 +134,8 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
         pool += [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in plan.temporaries]
         pool += [again() for again in plan.lent]
         pool += plan.constants
+        for slot, place, offset, (size, stride, _) in plan.views:
+            pool[slot] = pool[place].as_strided(size, stride, pool[place].storage_offset() + offset)
         for kernel, grid, options, pick in plan.launches:
             kernel[grid](*pick(pool), **options)
     else:
@@ -142,6 +147,8 @@ def _repeat(plan: _Plan, pool: list[Any]) -> Any:
         lent = [again() for again in plan.lent]  # alive until the launch
         pool += [x if isinstance(x, int) else x.data_ptr() for x in lent]
         pool += plan.constants
+        for slot, place, offset, (_, _, dtype) in plan.views:
+            pool[slot] = pool[place] + offset * dtype.itemsize
         for slot, place, like in plan.descriptors:
             pool[slot] = _Descriptor(pool[place], like)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -175,19 +182,19 @@ def _take_down(
     owners = [*tensors, *returned, *inside, *(tensor for tensor, _ in lent)]
     if any(x.data_ptr() == 0 or x.data_ptr() % _ALIGNMENT for x in owners[len(tensors) :]):
         return result, False
-    constants: list[Any] = []
-    descriptors: list[tuple[int, int, Any]] = []
+    places = _Places(owners, recording)
     launches = []
     for note in notes:
-        launch = _planned(note, owners, constants, descriptors)
+        launch = _planned(note, places)
         if launch is None:
             return result, False
         launches.append(launch)
     sizes = [-(-x.numel() * x.element_size() // _PIECE) * _PIECE for x in inside]
-    looks = [tuple((x.size(), x.stride(), x.dtype) for x in group) for group in (returned, inside)]
+    looks = [tuple(map(_look, group)) for group in (returned, inside)]
     plan = _Plan(
         tensors[0].device, looks[0], looks[1], tuple(sum(sizes[:i]) for i in range(len(sizes))), sum(sizes),
-        tuple(again for _, again in lent), tuple(constants), tuple(descriptors), tuple(launches), isinstance(result, torch.Tensor),
+        tuple(again for _, again in lent), tuple(places.constants), tuple(places.views), tuple(places.descriptors), tuple(launches),
+        isinstance(result, torch.Tensor),
     )  # fmt: skip
     return result, plan
 
@@ -196,35 +203,75 @@ def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _planned(
-    note: _launch.Note, owners: list[torch.Tensor], constants: list[Any], descriptors: list[tuple[int, int, Any]]
-) -> Any:  # fmt: skip
-    """The launch with its arguments as places in the pool: of the owners, then of ``constants``, which grows, as ``descriptors`` does.
-    None: not to be repeated."""
+class _Places:
+    """Where the pool has what launches are given: owners, then constants, among them what is made from those before each launch.
+
+    An owner is known by being the very tensor, or the one that a view was taken from. The address alone would not do: a view into one
+    argument may start where another one does, this time.
+    """
+
+    def __init__(self, owners: list[torch.Tensor], recording: _launch.Recording) -> None:
+        self._owners, self._sources = owners, recording.sources
+        self._of = {id(x): place for place, x in reversed(list(enumerate(owners)))}
+        start = {x.data_ptr(): place for place, x in enumerate(owners)}
+        self._of |= {id(x): start[x.data_ptr()] for x in recording.made}  # one may be returned as another object
+        self.constants: list[Any] = []
+        self.views: list[tuple[int, int, int, _Look]] = []
+        self.descriptors: list[tuple[int, int, Any]] = []
+
+    def constant(self, value: Any) -> int:
+        self.constants.append(value)
+        return len(self._owners) + len(self.constants) - 1
+
+    def tensor(self, x: torch.Tensor) -> int | None:
+        source: torch.Tensor | None = x
+        while source is not None and id(source) not in self._of:
+            source = self._sources.get(id(source))
+        if source is None or x.data_ptr() == 0:
+            return None
+        place = self._of[id(source)]
+        owner = self._owners[place]
+        if x.dtype != owner.dtype:
+            return None
+        offset = (x.data_ptr() - owner.data_ptr()) // x.element_size()
+        if offset == 0:
+            return place
+        slot = self.constant(None)
+        self.views.append((slot, place, offset, _look(x)))
+        return slot
+
+    def descriptor(self, like: Any) -> int | None:
+        place = self.tensor(like.base)
+        if place is None or INTERPRETED:
+            return None
+        slot = self.constant(None)
+        self.descriptors.append((slot, place, _Descriptor(0, like)))  # a copy, which does not keep the memory
+        return slot
+
+
+def _look(x: torch.Tensor) -> _Look:
+    return x.size(), x.stride(), x.dtype
+
+
+def _planned(note: _launch.Note, places: _Places) -> Any:
+    """The launch with its arguments as places in the pool. None: not to be repeated."""
     kernel, compiled, grid, args, options = note
     if not INTERPRETED and (kernel.pre_run_hooks or getattr(compiled, "metadata", None) is None or not _is_cuda(compiled)):
         return None
     given = _launch.in_order(kernel, args, options)
-    places: list[int] = []
+    picked: list[int] = []
     for value in given.values():
-        described = _is_descriptor(value)
-        if isinstance(value, torch.Tensor) or described:
-            base = value.base if described else value
-            place = next((i for i, x in enumerate(owners) if x.data_ptr() == base.data_ptr() != 0 and x.dtype == base.dtype), None)
-            if place is None or (described and INTERPRETED):
-                return None
-            if described:
-                slot = len(owners) + len(constants)
-                constants.append(None)
-                descriptors.append((slot, place, value))
-                place = slot
-            places.append(place)
+        place: int | None = None
+        if isinstance(value, torch.Tensor):
+            place = places.tensor(value)
+        elif _is_descriptor(value):
+            place = places.descriptor(value)
         elif _is_constant(value) or (isinstance(value, tuple) and all(map(_is_constant, value))):
-            places.append(len(owners) + len(constants))
-            constants.append(value)
-        else:
+            place = places.constant(value)
+        if place is None:
             return None
-    pick = itemgetter(*places) if len(places) > 1 else functools.partial(_pick_one, places[0])
+        picked.append(place)
+    pick = itemgetter(*picked) if len(picked) > 1 else functools.partial(_pick_one, picked[0])
     if INTERPRETED:
         return kernel, grid, {name: value for name, value in options.items() if name not in given}, pick
     return compiled.run, _launch.size_of(grid, given), _launch.after_stream(compiled), pick

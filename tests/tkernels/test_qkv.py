@@ -183,6 +183,23 @@ def test_qk_norm_is_composed(tile: Tile | None, device: torch.device, monkeypatc
     assert _same(q, want) and all(_same(got, cache) for got, cache in zip(ours, theirs, strict=True))
 
 
+def test_a_qk_norm_after_a_tile_is_repeated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v are views of the projection, which is a temporary."""
+    monkeypatch.setattr(_repeats, "ENABLED", True)
+    _use(monkeypatch, TILES[2])
+    for _ in range(4):
+        case = _case(3, (2, 1, 16, 16), device, norm=True)
+        weights = {name: torch.rand(16, device=device).bfloat16() for name in ("q_weight", "k_weight")}
+        ours, theirs = case.empty(), case.empty()
+        q = tkernels.linear_rope_and_cache(*case.arguments(ours), **weights)
+        monkeypatch.setattr(_repeats, "ENABLED", False)
+        want = tkernels.linear_rope_and_cache(*case.arguments(theirs), **weights)
+        monkeypatch.setattr(_repeats, "ENABLED", True)
+        assert _same(q, want) and all(_same(a, b) for a, b in zip(ours, theirs, strict=True))
+    (plan,) = [plan for table in _repeats._tables for plan in table.values()]
+    assert isinstance(plan, _repeats._Plan) and len(plan.launches) == 2
+
+
 def test_row_does_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a row class: other classes may have other tiles."""
     _use(monkeypatch, TILES[3])

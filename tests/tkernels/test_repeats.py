@@ -149,19 +149,33 @@ def test_what_also_calls_torch_or_points_elsewhere_is_not_repeated(device: torch
         _scale(constant, 3.0)
         return _scale(x, 2.0)
 
-    def reads_inside(x: torch.Tensor) -> torch.Tensor:
-        return _scale(x[1:], 2.0)
-
     def returns_its_argument(x: torch.Tensor) -> torch.Tensor:
         _scale(x, 2.0)
         return x
 
     x = torch.arange(8.0, device=device)
-    for call, want in ((adds_too, x * 2 + 1), (reads_another, x * 2), (reads_inside, x[1:] * 2), (returns_its_argument, x)):
+    for call, want in ((adds_too, x * 2 + 1), (reads_another, x * 2), (returns_its_argument, x)):
         repeated = _repeats.repeating(call)
         for _ in range(4):
             assert torch.equal(repeated(x), want)
         assert list(_repeats._tables.pop().values()) == [False], call.__name__
+
+
+def test_views_are_followed_into_what_they_were_taken_from(device: torch.device) -> None:
+    """Of arguments, of temporaries, of views; also where a view happens to start where another argument does, when it is taken down."""
+
+    def call(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        between = torch.empty(16, dtype=x.dtype, device=x.device)
+        _scale_kernel[(2,)](x.view(2, 8)[1:][0], between[8:], 2.0, 8, 1)
+        _scale_kernel[(1,)](other, between.split([8, 8])[0], 1.0, 8, 1)
+        return _scale(between[1::2], 3.0)
+
+    repeated, both = _repeats.repeating(call), torch.arange(16.0, device=device)
+    for i in range(5):
+        x, other = (both, both[8:]) if i < 2 else (torch.randn(16, device=device), torch.randn(8, device=device))
+        assert torch.equal(repeated(x, other), torch.cat([other, x[8:] * 2])[1::2] * 3)
+    (plan,) = _repeats._tables.pop().values()
+    assert isinstance(plan, _repeats._Plan) and len(plan.views) == 3
 
 
 def test_lent_memory_is_lent_again(device: torch.device) -> None:
@@ -269,11 +283,18 @@ meta = {"swizzle": 3, "elem_size": 2, "elem_type": next(iter(nvidia.TMA_DTYPE_DE
 made = [nvidia.make_tensordesc_arg(next(a for a in call if hasattr(a, "padding")), meta) for call in calls]
 assert [address for address, *_ in seen] == [x.data_ptr() for x in xs]
 assert len({repr(m) for m in made}) == 1 and len({repr(rest) for _, *rest in seen}) == 1, (made, seen)
+
+import weakref
+memory = [weakref.ref(each) for each in (*xs, y)]
+del x, xs, y
+for each in calls, seen, made:
+    each.clear()
+assert not any(each() is not None for each in memory), "the plan keeps the memory of the call that was taken down"
 """
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
-def test_a_descriptor_is_made_again_over_the_memory_of_the_call(tmp_path: Path) -> None:
+def test_a_descriptor_is_made_again_over_the_memory_of_the_call_and_keeps_none(tmp_path: Path) -> None:
     run_recorded(_DESCRIBED, tmp_path)
 
 
