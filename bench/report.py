@@ -96,7 +96,7 @@ def _of_regret(rows: list[dict[str, Any]]) -> str:
     """Picks against what was the best when every size was timed again: a line for each context and kind of step."""
     header = ["context", "steps", "sizes timed", "picks: full, piecewise, eager", "within 2% of the best", "worst"]
     body = []
-    for row in (row for row in rows if row["what"] == "regret"):
+    for row in (row for row in rows if row["what"] == "regret" and "skipped" not in row):
         worst = row["worst"]
         at = f"{worst['regret']:.1%} at {worst['tokens']}: {' '.join(map(str, worst['pick']))}, best {' '.join(map(str, worst['best']))}"
         kind = "decode" if row["key"] == "max_query_len=1" else "with prompts"
@@ -146,7 +146,7 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
         elif rows and rows[0].get("what") == "start-up":
             table = _of_starts(rows)
         elif any(row.get("what") == "regret" for row in rows):
-            table = _of_regret(rows)
+            table, unit = _of_regret(rows), "Units stand in the header"
         elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
             table = _of_policies(rows)
         elif rows and "name" in rows[0]:
@@ -162,6 +162,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
         else:
             keys = list(dict.fromkeys(key for row in rows for key in row))
             table = markdown(keys, [[_plain(row.get(key)) for key in keys] for row in rows])
+            if "seconds" in keys:
+                unit = "Units stand in the header"
         parts.append((f"{title}\n\n" if title else "") + table)
     machine, unit = data["machine"], data.get("unit", unit)
     caption = f"{unit}. {machine.get('gpu')}, torch {machine.get('torch')}, triton {machine.get('triton')}, commit {machine.get('commit')}"

@@ -75,6 +75,25 @@ def test_rows_of_starts(tmp_path: Path) -> None:
     assert lines[3] == "| full | 8 | 54.30 | 46.40 | 48.50 | 16.30 | 6.02 | 90.00 | 1.86 |" and "regret" not in lines[4]
 
 
+def test_rows_of_regret_and_of_random_steps(tmp_path: Path) -> None:
+    """None is a time, so no unit is said; a part that ran out of time has no line."""
+    regret = {
+        "what": "regret", "context": 8192, "key": "max_query_len=1", "sizes": 96, "share_within_2_percent": 0.96875,
+        "picks": {"full": 93, "piecewise": 0, "eager": 3},
+        "worst": {"tokens": 217, "pick": ["eager", 217], "best": ["full", 233], "regret": 0.1265},
+    }  # fmt: skip
+    for name, rows in {
+        "regret": [{"what": "warm-up with contexts"}, regret, {"what": "regret", "skipped": "no time"}],
+        "random": [{"what": "random steps", "seconds": 67.76, "modes": {"full": 5, "eager": 2}}],
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "command": "python some.py", "rows": rows}))
+    lines = report.script_table("regret", tmp_path).splitlines()
+    assert lines[2] == "| 8192 | decode | 96 | 93, 0, 3 | 96.9% | 12.7% at 217: eager 217, best full 233 |" and lines[3] == ""
+    assert lines[-1].startswith("Units stand in the header. NVIDIA H200")
+    lines = report.script_table("random", tmp_path).splitlines()
+    assert lines[2] == "| random steps | 67.76 | full 5, eager 2 |" and lines[-1].startswith("Units stand in the header. NVIDIA H200")
+
+
 def test_rows_of_simulated_policies(tmp_path: Path) -> None:
     row = {
         "policy": "cost", "rate": 2.0, "goodput": 0.9875, "generated_tokens_per_s": 1681.4, "ttft_ms": {"p50": 40.6},
