@@ -48,7 +48,8 @@ def why_absent(peer: str) -> str | None:
 
 
 def why_not_compiled(peer: str, failure: BaseException | None) -> str | None:
-    """The reason why a compiled peer has no result: its compiler failed. None for other failures, as a wrong answer, and for ours."""
+    """The reason why a compiled peer has no result: its compiler failed. None for any other failure (a wrong answer, say), and
+    for our own kernels, whose compiler may not fail."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     if peer.startswith(OURS) or not isinstance(failure, BackendCompilerFailed):

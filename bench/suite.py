@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,8 +46,8 @@ class Problem:
     check(peer, out) → error, for results that may differ (random draws). pick selects the part of a result that is compared.
     bytes, flops: what one call must move and compute at the least. sets: how many sets of inputs there are.
     wall: time calls back to back on the host clock instead of graphs on the device. units: of work in a call (tokens, say), by which
-    its time is divided. apart: the peers one after the other, what torch compiled forgotten between them: where two that replay graphs of
-    torch's own cannot take turns.
+    its time is divided. apart: peers do not take turns but are timed one after the other, and what torch compiled is dropped in between
+    (two peers that replay CUDA graphs of torch's own cannot take turns).
     """
 
     peers: dict[str, Callable[[int], Any]]
@@ -133,7 +132,7 @@ def _check(problem: Problem, peer: str) -> float:
 def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
     """Check and time ``selected``. A peer that fails has its failure as outcome and does not stop the others."""
     if problem.apart and len(selected) > 1:
-        return dict(itertools.chain.from_iterable(_alone(problem, peer).items() for peer in selected))
+        return {peer: _alone(problem, peer) for peer in selected}
     outcomes: dict[str, Outcome] = {}
     errors: dict[str, float] = {}
     runs: dict[str, Callable[[], Any]] = {}
@@ -159,11 +158,12 @@ def measure(problem: Problem, selected: Sequence[str]) -> dict[str, Outcome]:
     return outcomes
 
 
-def _alone(problem: Problem, peer: str) -> dict[str, Outcome]:
+def _alone(problem: Problem, peer: str) -> Outcome:
+    """Also a failure while it is timed is the peer's own: no other one is in the run."""
     try:
-        return measure(problem, [peer])
+        return measure(problem, [peer])[peer]
     except Exception as failure:
-        return {peer: Outcome(failure=failure)}
+        return Outcome(failure=failure)
     finally:
         torch.compiler.reset()
 
