@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +104,7 @@ class CostTable:
     """Median ms and graph bytes by (key, mode, size). key: the host values of the step, as text.
 
     ms: at the usual context. context: what that is, in tokens a sequence; 0 where nothing depends on it. other_contexts: the same at
-    other contexts. What is not in there costs what it does in ``ms`` and what that context adds to graphs of about its size.
+    other contexts. What was not timed there is taken from ``ms``; ``at`` adds what that context adds to graphs of about the size.
     """
 
     valid_for: dict[str, str]
@@ -121,20 +120,19 @@ class CostTable:
         context = max(context, 1)
         return min((self.context, *self.other_contexts), key=lambda c: (max(c, context) / min(c, context), c))
 
-    def costs(self, bucket: int) -> Mapping[At, float]:
-        """The costs at a measured context; at the usual one for what was timed at that alone."""
-        there = self.other_contexts.get(bucket)
-        return self.ms if there is None else ChainMap(there, self.ms)
-
     def padded(self, key: str, mode: str, size: int, rows: int, bucket: int) -> float | None:
         """What a graph of ``size`` costs with ``rows`` of its rows live: what the context adds, it adds for those alone."""
         at = key, mode, size
-        ms = self.costs(bucket).get(at)
+        ms = self._ms(at, bucket)
         if ms is None or rows == size or not self.other_contexts:
             return ms
-        shortest = min(self.context, *self.other_contexts)
-        least = min(ms, self.costs(shortest).get(at, ms))
+        at_shortest = self._ms(at, min(self.context, *self.other_contexts))
+        least = ms if at_shortest is None else min(ms, at_shortest)
         return least + (ms - least) * rows / size
+
+    def _ms(self, at: At, bucket: int) -> float | None:
+        """At a measured context; at the usual one where it was timed at that alone."""
+        return self.other_contexts.get(bucket, self.ms).get(at, self.ms.get(at))
 
     def set_contexts(self, contexts: Iterable[int]) -> None:
         """What is to be measured, the usual context first. What was measured at these is kept, the rest forgotten."""

@@ -125,7 +125,7 @@ class Staging:
     def hand_out(self, layout: Layout) -> Part:
         """The next buffer, at this layout: the part to write into. Waits until the device has read what it held."""
         ring = self.ring
-        if ring.awaited is not None:
+        if ring.awaited is not None:  # asked here too: mostly there is nothing, and a call costs more than this question
             ring.wait()
         turn = ring.turn
         self.handed_out += 1

@@ -246,14 +246,8 @@ def test_b098_pages_past_32_bits(device: torch.device) -> None:
 
 def test_runs_of_partners() -> None:
     wide, narrow = Tile("matrix", 64, 32, 1, 4, 2), Tile("vector", 4, 64, 1, 4, 1)
-    assert [run_length(wide, dim, rot, False) for dim, rot in ((64, 64), (80, 80), (80, 32), (20, 20), (6, 6), (7, 4))] == [
-        8,
-        8,
-        8,
-        2,
-        1,
-        0,
-    ]
+    for dim, rot, run in ((64, 64, 8), (80, 80, 8), (80, 32, 8), (20, 20, 2), (6, 6, 1), (7, 4, 0)):
+        assert run_length(wide, dim, rot, False) == run, (dim, rot)
     assert run_length(narrow, 64, 64, False) == 2 and run_length(wide, 64, 64, True) == 1
     assert run_length(dataclasses.replace(narrow, block_n=1), 64, 64, True) == 0, "partners are in two programs"
 

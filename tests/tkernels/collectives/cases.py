@@ -129,9 +129,6 @@ def raising(*parts: str, kind: type[Exception] = C.CollectiveError) -> Iterator[
     raise AssertionError(f"expected {kind.__name__} with {parts}")
 
 
-# -- answers ------------------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def repeating() -> Iterator[None]:
     """In the interpreter too: from the third call that looks alike on, an op repeats its launches."""
@@ -145,6 +142,9 @@ def repeating() -> Iterator[None]:
 
 def plans_made() -> int:
     return sum(isinstance(plan, _repeats._Plan) for table in _repeats._tables for plan in table.values())
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------------------
 
 
 @case
