@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels import _checks
+from tkernels._checks import checked
 from tkernels._op import define
 from tkernels._qkv_kernels import launch, run_length
-from tkernels._rope_kernels import launch as rotate
+from tkernels._rope_kernels import launch as launch_rope
 from tkernels._target import target_of
 from tkernels.linear import MAX_ROWS, check, choose, linear, linear_ref, streamable, streamed
 from tkernels.rmsnorm import normalise
-from tkernels.rope import CACHE_DTYPES, rope_and_cache, rope_and_cache_ref
+from tkernels.rope import check_cache, check_scale, check_table, check_tokens, check_weight, rope_and_cache, rope_and_cache_ref
 
 
 class _Heads(NamedTuple):
@@ -67,43 +67,21 @@ def _check(
     if x.dim() != 2:
         raise ValueError(f"x: expected [tokens, {weight.shape[1]}], got {list(x.shape)}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype not in CACHE_DTYPES:
-            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float8_e4m3fn, got {_checks.describe(cache)}")
         if cache.dim() != 4 or cache.shape[3] == 0:
             raise ValueError(f"{name}: expected [pages, page_size, kv_heads, head_dim] with head_dim > 0, got {list(cache.shape)}")
-        _checks.check_shape(name, cache, tuple(k_cache.shape), "like k_cache")
-        _checks.check_device(name, cache, x, "x")
-        _checks.check_last_stride(name, cache)
+        check_cache(name, cache, k_cache, x, "x")
     kv_heads, dim = k_cache.shape[2:]
     if weight.shape[0] % dim or weight.shape[0] < 2 * kv_heads * dim:
         raise ValueError(
             f"weight: expected (heads + 2 · {kv_heads}) · {dim} rows (kv_heads and head_dim of k_cache), got {list(weight.shape)}"
         )
-    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
-        _checks.check_shape(name, index, (x.shape[0],), "one per row of x")
-        _checks.check_dtype(name, index, torch.int64, "indices")
-        _checks.check_device(name, index, x, "x")
-    _checks.check_dtype("cos_sin", cos_sin, torch.float32, "(cos, then sin)")
-    _checks.check_device("cos_sin", cos_sin, x, "x")
-    if cos_sin.dim() != 2 or cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= dim:
-        raise ValueError(
-            f"cos_sin: expected [max_positions, rot_dim] with rot_dim even and 2 to {dim} (head_dim), got {list(cos_sin.shape)}"
-        )
-    _checks.check_last_stride("cos_sin", cos_sin)
-    for name, norm in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if norm is not None:
-            _checks.check_shape(name, norm, (dim,), "(head_dim)")
-            _checks.check_float(name, norm)
-            _checks.check_device(name, norm, x, "x")
-            _checks.check_last_stride(name, norm)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            _checks.check_dtype(name, scale, torch.float32, "scales")
-            _checks.check_device(name, scale, x, "x")
-            if scale.numel() != 1 and tuple(scale.shape) != (kv_heads,):
-                raise ValueError(f"{name}: expected one element or [{kv_heads}] (one per KV head), got {list(scale.shape)}")
-            if scale.numel() > 1:
-                _checks.check_last_stride(name, scale)
+    check_tokens("positions", positions, x, "x")
+    check_tokens("slot_mapping", slot_mapping, x, "x")
+    check_table(cos_sin, dim, x, "x")
+    check_weight("q_weight", q_weight, dim, x, "x")
+    check_weight("k_weight", k_weight, dim, x, "x")
+    check_scale("k_scale", k_scale, kv_heads, x, "x")
+    check_scale("v_scale", v_scale, kv_heads, x, "x")
 
 
 def _fused(
@@ -146,7 +124,7 @@ def _linear_rope_and_cache(
     y = streamed(x, weight, bias, norm_weight, eps=eps)
     if y is not None:  # the kernel rather than the op, so that this call only launches and is repeated as a whole
         q, k, v = heads.split(y)
-        return rotate(
+        return launch_rope(
             q, k, v, positions, cos_sin, None, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, weight_offset, k_scale, v_scale,
             interleaved,
         )  # fmt: skip
@@ -159,7 +137,8 @@ def _linear_rope_and_cache(
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: object, norm_weight: object, positions: object, cos_sin: object,
           k_cache: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # fmt: skip
-    return torch.empty((x.shape[0], *_heads(weight, k_cache)[::2]), dtype=x.dtype, device=x.device)
+    heads = _heads(weight, k_cache)
+    return torch.empty((x.shape[0], heads.query, heads.dim), dtype=x.dtype, device=x.device)
 
 
 _op = define(
@@ -167,7 +146,7 @@ _op = define(
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, "
     "Tensor? k_scale=None, Tensor? v_scale=None, bool interleaved=False, float weight_offset=0.0) -> Tensor",
     kernel=_linear_rope_and_cache,
-    reference=_checks.checked(_check, linear_rope_and_cache_ref),
+    reference=checked(_check, linear_rope_and_cache_ref),
     fake=_fake,
 )
 

@@ -21,7 +21,7 @@ from tkernels._op import define
 from tkernels._rope_kernels import launch
 from tkernels.quant import FP8, to_fp8_ref
 
-CACHE_DTYPES = (*_checks.FLOATS, FP8)
+_CACHE_DTYPES = (*_checks.FLOATS, FP8)
 
 
 def _rotate_ref(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -90,54 +90,56 @@ def _check_rope(
         raise ValueError(f"q: expected [tokens, heads, head_dim] with head_dim > 0, got {list(q.shape)}")
     _checks.check_last_stride("q", q)
     _check_heads("k", k, q)
-    _check_tokens("positions", positions, q)
+    check_tokens("positions", positions, q, "q")
+    check_table(cos_sin, q.shape[2], q, "q")
+    check_weight("q_weight", q_weight, q.shape[2], q, "q")
+    check_weight("k_weight", k_weight, q.shape[2], q, "q")
+
+
+def check_tokens(name: str, index: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    """positions and slot_mapping; like: [tokens, ...]."""
+    _checks.check_shape(name, index, (like.shape[0],), f"one per token of {like_name}")
+    _checks.check_dtype(name, index, torch.int64, "indices")
+    _checks.check_device(name, index, like, like_name)
+
+
+def check_table(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor, like_name: str) -> None:
     _checks.check_dtype("cos_sin", cos_sin, torch.float32, "(cos, then sin)")
-    _checks.check_device("cos_sin", cos_sin, q, "q")
-    if cos_sin.dim() != 2 or cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= q.shape[2]:
+    _checks.check_device("cos_sin", cos_sin, like, like_name)
+    if cos_sin.dim() != 2 or cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= head_dim:
         raise ValueError(
-            f"cos_sin: expected [max_positions, rot_dim] with rot_dim even and 2 to {q.shape[2]} (head_dim), got {list(cos_sin.shape)}"
+            f"cos_sin: expected [max_positions, rot_dim] with rot_dim even and 2 to {head_dim} (head_dim), got {list(cos_sin.shape)}"
         )
     _checks.check_last_stride("cos_sin", cos_sin)
-    _check_weight("q_weight", q_weight, q)
-    _check_weight("k_weight", k_weight, q)
 
 
-def _check_tokens(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    _checks.check_shape(name, x, (q.shape[0],), "one per token of q")
-    _checks.check_dtype(name, x, torch.int64, "indices")
-    _checks.check_device(name, x, q, "q")
+def check_weight(name: str, weight: torch.Tensor | None, head_dim: int, like: torch.Tensor, like_name: str) -> None:
+    if weight is None:
+        return
+    _checks.check_shape(name, weight, (head_dim,), "(head_dim)")
+    _checks.check_float(name, weight)
+    _checks.check_device(name, weight, like, like_name)
+    _checks.check_last_stride(name, weight)
 
 
-def _check_cache(name: str, cache: torch.Tensor, k: torch.Tensor, like: torch.Tensor) -> None:
-    if cache.dtype not in CACHE_DTYPES:
+def check_cache(name: str, cache: torch.Tensor, k_cache: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    """What does not depend on the heads, which the callers know from other arguments."""
+    if cache.dtype not in _CACHE_DTYPES:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float8_e4m3fn, got {_checks.describe(cache)}")
-    if cache.dim() != 4 or tuple(cache.shape[2:]) != tuple(k.shape[1:]):
-        raise ValueError(
-            f"{name}: expected [pages, page_size, {k.shape[1]}, {k.shape[2]}] (heads and head_dim of k), got {list(cache.shape)}"
-        )
-    _checks.check_shape(name, cache, tuple(like.shape), "like k_cache")
-    _checks.check_device(name, cache, k, "k")
+    _checks.check_shape(name, cache, tuple(k_cache.shape), "like k_cache")
+    _checks.check_device(name, cache, like, like_name)
     _checks.check_last_stride(name, cache)
 
 
-def _check_scale(name: str, scale: torch.Tensor | None, k: torch.Tensor) -> None:
+def check_scale(name: str, scale: torch.Tensor | None, kv_heads: int, like: torch.Tensor, like_name: str) -> None:
     if scale is None:
         return
     _checks.check_dtype(name, scale, torch.float32, "scales")
-    _checks.check_device(name, scale, k, "k")
-    if scale.numel() != 1 and tuple(scale.shape) != (k.shape[1],):
-        raise ValueError(f"{name}: expected one element or [{k.shape[1]}] (one per KV head), got {list(scale.shape)}")
+    _checks.check_device(name, scale, like, like_name)
+    if scale.numel() != 1 and tuple(scale.shape) != (kv_heads,):
+        raise ValueError(f"{name}: expected one element or [{kv_heads}] (one per KV head), got {list(scale.shape)}")
     if scale.numel() > 1:
         _checks.check_last_stride(name, scale)
-
-
-def _check_weight(name: str, weight: torch.Tensor | None, q: torch.Tensor) -> None:
-    if weight is None:
-        return
-    _checks.check_shape(name, weight, (q.shape[2],), "(head_dim)")
-    _checks.check_float(name, weight)
-    _checks.check_device(name, weight, q, "q")
-    _checks.check_last_stride(name, weight)
 
 
 def _check_rope_and_cache(
@@ -149,11 +151,14 @@ def _check_rope_and_cache(
     _check_rope(q, k, positions, cos_sin, q_weight=q_weight, k_weight=k_weight)
     _check_heads("v", v, q)
     _checks.check_shape("v", v, tuple(k.shape), "like k")
-    _check_cache("k_cache", k_cache, k, k_cache)
-    _check_cache("v_cache", v_cache, k, k_cache)
-    _check_tokens("slot_mapping", slot_mapping, q)
-    _check_scale("k_scale", k_scale, k)
-    _check_scale("v_scale", v_scale, k)
+    heads, dim = k.shape[1:]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or tuple(cache.shape[2:]) != (heads, dim):
+            raise ValueError(f"{name}: expected [pages, page_size, {heads}, {dim}] (heads and head_dim of k), got {list(cache.shape)}")
+        check_cache(name, cache, k_cache, k, "k")
+    check_tokens("slot_mapping", slot_mapping, q, "q")
+    check_scale("k_scale", k_scale, heads, k, "k")
+    check_scale("v_scale", v_scale, heads, k, "k")
 
 
 def _rope(

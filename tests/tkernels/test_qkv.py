@@ -286,7 +286,7 @@ def test_errors_name_the_argument(device: torch.device) -> None:
         ("weight", case.weight[:60], ValueError, r"weight: expected \(heads \+ 2 · 1\) · 16 rows .* got \[60, 96\]"),
         ("weight", case.weight[:16], ValueError, r"weight: expected .* got \[16, 96\]"),
         ("bias", case.x[0], ValueError, r"bias: expected \[64\]"),
-        ("positions", case.positions[:1], ValueError, r"positions: expected \[2\] one per row of x, got \[1\]"),
+        ("positions", case.positions[:1], ValueError, r"positions: expected \[2\] one per token of x, got \[1\]"),
         ("slot_mapping", case.slots.int(), TypeError, "slot_mapping: expected int64"),
         ("cos_sin", case.cos_sin[:, :5], ValueError, "cos_sin: expected .* rot_dim even and 2 to 16"),
         ("cos_sin", case.cos_sin.half(), TypeError, "cos_sin: expected float32"),
