@@ -95,9 +95,8 @@ def runs_kernel(
         ids = ids_ptr + row * PLANES_IDS * num_runs + runs
         x = logits_of(raw)
         runs += RUNS
-        raw = load_raw(
-            logits_row, runs[:, None] * RUN + offs[None, :], tl.where(i + 1 < TILES, vocab, 0)
-        )  # on its way while this tile is worked on
+        # on its way while this tile is worked on
+        raw = load_raw(logits_row, runs[:, None] * RUN + offs[None, :], tl.where(i + 1 < TILES, vocab, 0))
         top = tl.max(x, 1)
         tl.store(values, top, mask=mask_runs)
         if temperature > 0:

@@ -54,9 +54,8 @@ def _parts_kernel(
         x = logits_of(raw)
         here = runs
         runs += TILE_RUNS
-        raw = load_raw(
-            logits_row, runs[:, None] * RUN + offs[None, :], tl.where(i + 1 < TILES, vocab, 0)
-        )  # on its way while this tile is summed
+        # on its way while this tile is summed
+        raw = load_raw(logits_row, runs[:, None] * RUN + offs[None, :], tl.where(i + 1 < TILES, vocab, 0))
         top = tl.max(x, 1)
         total = tl.sum(tl.where(x > -float("inf"), tl.exp(scaled(x, top[:, None], 1.0)), 0.0), 1)
         tl.store(values_ptr + row * 2 * num_runs + here, top, mask=here < num_runs)

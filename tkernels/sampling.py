@@ -18,13 +18,14 @@ The rules, in order:
 
 Source: arXiv 1805.04833 (top-k), arXiv 1904.09751 (top-p), arXiv 2407.01082 (min-p).
 
-How: kernel 1 reads the logits once, spread over all multiprocessors, and leaves per 128 columns a maximum and a best candidate.
-Kernel 2, one program a row, finishes greedy and unfiltered rows from that. A filtered row first bounds its kept set from the maxima
-alone, lists the runs of 128 columns that can hold a kept token (k of them at most, barring equals), and races over these: the winner is
-drawn if it is kept, which one sum over the tokens before it tells; if not, those before it race again. No threshold is searched, but for
-top_k and top_p together, where top_p's sum is over the k largest. Where the list is long and rows are few, helpers share it, so that a
-set of a hundred thousand tokens costs a row a few passes over it, each spread like kernel 1. Sums are per run, and runs are added in order,
-so who did what cannot be seen (``_sampling_finish``). Which path a row takes is decided on the device.
+How: kernel 1 reads the logits once, spread over all multiprocessors, and leaves per 128 columns a maximum and a best candidate, or for
+filtered rows a sum. Kernel 2, one program a row, finishes greedy and unfiltered rows from that. A filtered row first bounds its kept set
+from the maxima alone, lists the runs of 128 columns that can hold a kept token (k of them at most, barring equals), and races over these:
+the winner is drawn if it is kept, which one sum over the tokens before it tells; if not, those before it race again. No threshold is
+searched, but for top_k and top_p together, where top_p's sum is over the k largest. Where the list is long and rows are few, helpers
+share it, so that a set of a hundred thousand tokens costs a row a few passes over it, each spread like kernel 1. Sums are per run, and
+runs are added in order, so who did what cannot be seen (``_sampling_stages``, ``_sampling_finish``). Which path a row takes is decided on
+the device.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from tkernels import _checks
 from tkernels._counters import counters
 from tkernels._op import define
 from tkernels._rng import log_exponential_ref
-from tkernels._sampling_finish import NOTES, WORDS, finish_kernel
+from tkernels._sampling_finish import WORDS, finish_kernel
 from tkernels._sampling_kernels import PLANES_IDS, PLANES_VALUES, runs_kernel, tiles_for
+from tkernels._sampling_stages import NOTES
 from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
 
