@@ -152,6 +152,14 @@ def row_class(rows: int) -> int:
     return next(size for size in ROW_CLASSES if rows <= size)
 
 
+def workspace(tile: Tile, programs: int, block_m: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where splits of K leave their sums and count who has arrived; nothing without splits."""
+    if tile.splits == 1:
+        return None, None
+    elements = programs * tile.splits * tile.block_n * block_m
+    return torch.empty(elements, dtype=torch.float32, device=device), counters(programs, device)
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -180,13 +188,10 @@ def launch(
         _dependent.launch(_vector_kernel, grid, x.device, *pointers, *sizes, *flags, *blocks, num_warps=tile.num_warps)
         return
     block_m = max(16, block_m)
-    workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if tile.splits > 1:
-        assert norm_weight is None and not gated, "tables give splits to plain projections only"
-        elements = grid[0] * tile.splits * tile.block_n * block_m
-        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), counters(grid[0], x.device)
+    assert tile.splits == 1 or (norm_weight is None and not gated), "tables give splits to plain projections only"
     _dependent.launch(
         _matrix_kernel, (*grid, tile.splits), x.device,
-        *pointers, *workspace, *sizes, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
+        *pointers, *workspace(tile, grid[0], block_m, x.device), *sizes, *flags,
+        block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
-from tkernels._linear_kernels import Tile, row_class
+from tkernels._linear_kernels import Tile, row_class, workspace
 from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
 from tkernels._rope_kernels import rotate, store_as
 from tkernels._triton import cdiv, tl, triton
@@ -256,12 +255,9 @@ def launch(
         )  # fmt: skip
         return
     block_m = max(16, block_m)
-    workspace: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if tile.splits > 1:
-        assert norm_weight is None, "tables give splits to plain projections only"
-        elements = grid[0] * tile.splits * tile.block_n * block_m
-        workspace = torch.empty(elements, dtype=torch.float32, device=x.device), counters(grid[0], x.device)
+    assert tile.splits == 1 or norm_weight is None, "tables give splits to plain projections only"
     _dependent.launch(
-        _matrix_qkv_kernel, (*grid, tile.splits), x.device, *pointers, *workspace, rows, x.stride(0), weight.stride(0), eps, k, *counts,
-        *cache_strides, *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, num_warps=tile.num_warps,
+        _matrix_qkv_kernel, (*grid, tile.splits), x.device,
+        *pointers, *workspace(tile, grid[0], block_m, x.device), rows, x.stride(0), weight.stride(0), eps, k, *counts, *cache_strides,
+        *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, num_warps=tile.num_warps,
     )  # fmt: skip
