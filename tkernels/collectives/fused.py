@@ -3,8 +3,9 @@
     new_residual = round(round(sum of x over ranks) + residual)
     y            = round(new_residual / sqrt(mean(new_residual²) + eps) · weight)      fp8: saturate(y / scale)
 
-The sum is that of the plain kernels bit for bit. The mean square is summed in fp64, so that its order, which differs between the
-two kernels, does not survive the rounding: a row's bits do not depend on how many rows are in the batch.
+The sum is that of the plain kernels bit for bit. Squares are summed in fp32 within a vector of 16 bytes, in one order, and vectors in
+fp64, so that their order, which differs between the two kernels, does not survive the rounding: a row's bits do not depend on how many
+rows are in the batch.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ def _squares(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def _add(words, residual, dtype: tl.constexpr):
-    """(four rounded sums, the sum of their squares). Within a vector squares add up in fp32, in one order. Vectors add up in fp64, since
-    kernels share them out in different ways, and agree on the bits; fp64 for each element would take a conversion each."""
+    """(four rounded sums, the sum of their squares), which is widened per vector: fp64 for each element would take a conversion each."""
     a = _add_word(words[0], residual[0], dtype)
     b = _add_word(words[1], residual[1], dtype)
     c = _add_word(words[2], residual[2], dtype)
@@ -53,7 +53,7 @@ def _add(words, residual, dtype: tl.constexpr):
 
 @triton.jit
 def _rstd(square, hidden, eps):
-    """Of the sum of squares in fp64, which division in fp64 would only delay."""
+    """square: in fp64. Its quotient is not worth a division in fp64: only the order of summation had to vanish."""
     return tl.rsqrt(square.to(tl.float32) / hidden + eps)
 
 

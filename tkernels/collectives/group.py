@@ -67,9 +67,9 @@ class Communicator:
         self.state[:STATE_WORDS] = 0
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         report: Any = self.report.numpy()
-        self._report = memoryview(report)  # read at each call: a tenth of numpy's time
+        self._report = memoryview(report)  # read at each call, in a tenth of the time that an array takes
         self._addresses = workspace.addresses, self.state.data_ptr(), self.report.data_ptr()
-        _repeats.forget()  # a group of this name may have had other memory
+        _repeats.forget()  # launches noted for an earlier group of this name, which had other memory
 
     def addresses(self) -> tuple[tuple[int, ...], int, int, int]:
         """(workspaces, state, report, limit in ns): the arguments that every kernel takes."""
@@ -245,8 +245,11 @@ def find(name: str) -> Communicator:
 
 
 def in_group(place: int) -> Callable[..., Hashable]:
-    """For ops whose argument at ``place`` is a group's name, ahead of each call: whether the group works and the streams are in order;
-    returns what launches depend on beside the arguments, None where nothing of ours is launched."""
+    """``beside`` of ``_repeats.repeating`` for an op whose argument at ``place`` is a group's name.
+
+    Raises if the group has failed and orders the streams, since a repeated call skips the op, which does so too. Returns what launches
+    depend on, None where the group launches no kernel of ours.
+    """
 
     def beside(*args: Any, **kwargs: Any) -> Hashable:
         found = find(args[place])

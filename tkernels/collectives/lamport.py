@@ -28,8 +28,8 @@ STATE_WORDS = 64  # int32 words of device state in front of the words between pr
 # Report, in memory that the host reads: word 0: op of a time-out, 1: op of a disagreement, 2: op of an overlap;
 # from 8: 1 for each rank that did not arrive; from 24: elements, and from 40: op, in the header of a rank that disagreed.
 # The counters wrap: a launch's number is the counter shifted, which rounds down also where it is negative, as division would not.
-_TICK = tl.constexpr(1024)
 _TICK_BITS = tl.constexpr(10)
+_TICK = tl.constexpr(1 << 10)
 _HEADER = tl.constexpr(HEADER_BYTES)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
