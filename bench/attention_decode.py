@@ -1,6 +1,6 @@
 """Decode over a paged cache against torch SDPA on contiguous KV, in one run, inside CUDA graphs.
 
-    python -m bench.attention_decode [--cases rows,mixed,fp8,window,features,queries,cascade,length,batch] [--sweep]
+    python -m bench.attention_decode [--cases rows,mixed,…] [--sweep]
 
 Each case is checked against the oracle first; a wrong one is not timed. --sweep: every tile choice of _SWEEP besides the shipped one.
 """
@@ -23,6 +23,7 @@ from tkernels.attention.cascade import cascade_attention
 from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.ref import paged_attention_ref
 
+_CASES = ("rows", "mixed", "fp8", "window", "features", "queries", "cascade", "length", "batch")  # the first six by default
 ROWS = [(1, 1024), (1, 8192), (1, 131072), (8, 4096), (16, 1024), (32, 4096), (64, 2048), (128, 1024), (128, 8192), (256, 2048)]
 _SWEEP = {
     f"w{warps}p{programs}s{stages}": DecodeTiles(
@@ -152,12 +153,14 @@ def run_cascade(seqs: int, shared: int, own: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="rows,mixed,fp8,window,features,queries")
+    parser.add_argument("--cases", default=",".join(_CASES[:6]))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
     sweep = _SWEEP if options.sweep else {}
     cases = options.cases.split(",")
+    if unknown := sorted(set(cases) - set(_CASES)):
+        parser.error(f"--cases: expected some of {','.join(_CASES)}, got {','.join(unknown)}")
     results = []
     random.seed(0)
     torch.manual_seed(0)
