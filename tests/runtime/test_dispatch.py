@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime import warmup
 from runtime.costs import StepCosts
 from runtime.dispatch import Candidates, Dispatcher, regret
 from runtime.measure import CostTable, fingerprint, interleaved_ms
@@ -296,6 +298,31 @@ def test_what_a_context_adds_it_adds_for_live_rows() -> None:
     assert (decision.mode, decision.size) == ("full", 233) and decision.ms == pytest.approx(2.1 + 13.3 * 217 / 233)
     assert next(a.ms for a in decision.alternatives if a.mode == "eager") > 21.0
     assert d.decide(KEY, {"tokens": 217, "seqs": 1}).ms == 2.1, "at the shortest context nothing says what the context adds"
+
+
+@pytest.mark.parametrize(
+    ("usual", "context", "graph_ms", "timed"),
+    [
+        ((22.5, 22.4), 128, 7.0, True),  # as fast as the graph, most of it attention: without that it may still be
+        ((22.5, 22.4), 8192, 60.0, True),
+        ((4.0, 10.0), 128, 2.0, False),  # the host holds it back
+        ((4.0, 10.0), 8192, 4.5, False),
+        ((4.0, 10.0), 8192, 5.5, True),  # attention may hide behind the host's work
+    ],
+)  # fmt: skip
+def test_eager_is_timed_at_a_context_where_it_could_be_the_cheapest(
+    usual: tuple[float, float], context: int, graph_ms: float, timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {1024: dict(zip(("full", "eager"), usual, strict=True)), context: {"full": graph_ms, "eager": 1.0}}
+    runs_at = lambda steps, key, size, at=1024: {mode: (lambda ms=ms: ms) for mode, ms in costs[at].items()}
+    monkeypatch.setattr(warmup, "runs_at", runs_at)
+    monkeypatch.setattr(warmup, "interleaved_ms", lambda runs, device, **options: {mode: run() for mode, run in runs.items()})
+    d = dispatcher({}, {})
+    d.table.set_contexts([1024, context])
+    key = type("Key", (), {"text": KEY, "written": {}, "captured": {}})()  # can be hashed
+    warmup.measure_all(SimpleNamespace(keys={(): key}, replays=0, device=torch.device("cpu")), d, {(): [8]})  # type: ignore[arg-type]
+    assert d.table.ms == {(KEY, mode, 8): ms for mode, ms in costs[1024].items()}
+    assert ((KEY, "eager", 8) in d.table.other_contexts[context]) == timed
 
 
 def test_costs_of_contexts_are_kept_across_starts(tmp_path: Path) -> None:
