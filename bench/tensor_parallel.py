@@ -18,20 +18,12 @@ import torch.distributed as dist
 
 from bench.collectives import Timer
 from bench.harness import write_results
-from bench.shapes import LLAMA_1B
+from bench.shapes import LLAMA_8B
 from runtime.config import RuntimeConfig
 from runtime.model import allocate_cache, random_model
 from runtime.parallel import join
 from tkernels.collectives.group import find
 
-LLAMA_8B: dict[str, Any] = {
-    **LLAMA_1B,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 PAGE_SIZE = 16
 
 

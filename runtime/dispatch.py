@@ -44,8 +44,13 @@ class Decision:
     def __str__(self) -> str:
         cost = "not measured" if self.ms is None else f"{self.ms:.3f} ms" + (f" at a context of {self.context}" if self.context else "")
         lines = [f"{self.mode} at size {self.size}, {self.padding} padding rows, {cost}: {self.reason}"]
+        unmeasured: dict[tuple[str, str], list[int]] = {}  # one line for all sizes of a mode that were not captured for one reason
         for a in self.alternatives:
-            lines.append(f"  not {a.mode} at {a.size}{'' if a.ms is None else f' ({a.ms:.3f} ms)'}: {a.reason}")
+            if a.ms is None:
+                unmeasured.setdefault((a.mode, a.reason), []).append(a.size)
+            else:
+                lines.append(f"  not {a.mode} at {a.size} ({a.ms:.3f} ms): {a.reason}")
+        lines += [f"  not {mode} at {', '.join(map(str, sorted(sizes)))}: {why}" for (mode, why), sizes in unmeasured.items()]
         return "\n".join(lines)
 
 
@@ -157,7 +162,8 @@ class Dispatcher:
             return self.table.padded(key, mode, size, min(n, size), context)
 
         def eager(reason: str, others: list[Alternative]) -> Decision:
-            return Decision("eager", n, 0, eager_ms, reason, tuple(others), context)
+            largest = max(self.table.at(key, "eager", context), default=0)  # beyond it eager_ms is that one's, which says nothing of n
+            return Decision("eager", n, 0, eager_ms if n <= largest else None, reason, tuple(others), context)
 
         if illegal:
             return eager(illegal, [])

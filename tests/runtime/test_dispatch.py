@@ -112,6 +112,22 @@ def test_the_nearest_size_wins_where_that_is_asked_for() -> None:
     assert 'not eager at 9 (0.100 ms): graph.pick = "nearest"' in text
 
 
+def test_what_was_not_captured_for_one_reason_is_one_line() -> None:
+    d = dispatcher({("full", 8): 1.0}, {1: 2.0})
+    d.keys[KEY].dropped.update({("piecewise", 8): "no op", ("piecewise", 2): "no op", ("full", 2): "no memory"})
+    lines = str(d.decide(KEY, {"tokens": 3, "seqs": 1})).splitlines()
+    assert lines[-2:] == ["  not piecewise at 2, 8: not captured: no op", "  not full at 2: not captured: no memory"]
+
+
+def test_no_cost_is_claimed_for_an_eager_step_larger_than_any_that_was_timed() -> None:
+    """The cost of 103 tokens had been said to be that of 4."""
+    d = dispatcher({("full", 4): 1.0}, {1: 2.0, 4: 3.0})
+    decision = d.decide(KEY, {"tokens": 103, "seqs": 1})
+    assert decision.mode == "eager" and decision.ms is None
+    assert str(decision).startswith("eager at size 103, 0 padding rows, not measured: no captured size holds 103 tokens (largest: 4)")
+    assert dispatcher({("full", 4): 9.0}, {1: 2.0, 4: 3.0}).decide(KEY, {"tokens": 4, "seqs": 1}).ms == 3.0
+
+
 def test_b040_without_costs_a_full_graph_that_fits_comes_first() -> None:
     d = dispatcher({(m, s): None for m, sizes in (("full", (5, 10, 20)), ("piecewise", (1, 2, 4, 8, 16))) for s in sizes})
     for n in range(1, 21):
