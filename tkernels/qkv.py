@@ -159,7 +159,7 @@ def linear_rope_and_cache(
 ) -> torch.Tensor:  # fmt: skip
     """``linear`` to q, k and v, then ``rope_and_cache``: one kernel for few rows. Returns the rotated q.
 
-    x: [tokens, in_features] fp16, bf16 or fp32.
+    x: [tokens, in_features] fp16, bf16 or fp32; no memory of the caches, which are written while it is read.
     weight: [(heads + 2 · kv_heads) · head_dim, in_features] like x, its rows those of q, k, v; kv_heads and head_dim are the caches'.
     bias: like weight's first dimension, or None. norm_weight: [in_features] or None; x is RMS-normalised first.
     positions: [tokens] int64; one outside the table gives NaN. cos_sin: [max_positions, rot_dim] fp32, cos then sin.

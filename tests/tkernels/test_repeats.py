@@ -204,21 +204,34 @@ def test_a_full_table_begins_anew(device: torch.device, monkeypatch: pytest.Monk
 
 
 def test_threads_do_not_note_each_other(device: torch.device) -> None:
-    scale = _repeats.repeating(_scale)
-    wrong: list[Any] = []
+    """A call is taken down while another thread launches: the other's launch is none of the plan's. They take turns, as the interpreter
+    runs one kernel at a time."""
+    inside, launched = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
 
-    def work(factor: float) -> None:
-        for i in range(6):
-            x = torch.arange(8.0, device=device) + i
-            if not torch.equal(scale(x, factor), x * factor):
-                wrong.append((factor, i))
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        if _launch.is_noting():
+            inside.set()
+            assert launched.wait(30)
+        return _scale(x, 2.0)
 
-    threads = [threading.Thread(target=work, args=(float(f),)) for f in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and not _launch.is_noting()
+    def other() -> None:
+        try:
+            assert inside.wait(30) and not _launch.is_noting()
+            results.append(_repeats.repeating(_scale)(torch.arange(8.0, device=device), 3.0))
+        finally:
+            launched.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    repeated, x = _repeats.repeating(waits), torch.arange(8.0, device=device)
+    table = _repeats._tables[-1]
+    for _ in range(3):
+        assert torch.equal(repeated(x), x * 2)
+    thread.join()
+    assert torch.equal(results[0], x * 3) and not _launch.is_noting()
+    (plan,) = table.values()
+    assert isinstance(plan, _repeats._Plan) and len(plan.launches) == 1
 
 
 _COMPARE = """
