@@ -17,7 +17,7 @@ from tkernels._linear_kernels import launch
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels._triton import cdiv, tl, triton
-from tkernels.linear import MAX_ROWS, check, choose, linear, linear_ref, streamable
+from tkernels.linear import MAX_ROWS, check, choose_with_norm, linear, linear_ref, streamable
 from tkernels.rmsnorm import normalise
 
 _BLOCK = 1024
@@ -58,13 +58,9 @@ def _linear_argmax(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Ten
     (rows, k), n = x.shape, weight.shape[0]
     tile = None
     if 0 < rows <= MAX_ROWS and streamable(x, weight):
-        target = target_of(x.device)
-        if norm_weight is not None:
-            tile = choose(target, x.dtype, "norm", rows, n, k)
-            if tile is None:  # as linear does it: the norm as a kernel of its own
-                x, norm_weight = normalise(x, norm_weight, eps), None
-        if norm_weight is None:
-            tile = choose(target, x.dtype, "plain", rows, n, k)
+        tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "plain", norm_weight is not None, rows, n, k)
+        if norm_weight is not None and tile is not None and norm_apart:
+            x, norm_weight = normalise(x, norm_weight, eps), None
     if tile is None:
         return _greedy(linear(x, weight, norm_weight=norm_weight, eps=eps))
     num_keys = cdiv(n, tile.block_n)

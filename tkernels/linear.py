@@ -74,6 +74,15 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     return tile
 
 
+def choose_with_norm(target: Target, dtype: torch.dtype, variant: str, normed: bool, rows: int, n: int, k: int) -> tuple[Tile | None, bool]:
+    """The tile of ``variant``, and whether the norm of a call that has one is a kernel of its own before it: no tile joins them."""
+    if normed:
+        joined = choose(target, dtype, {"plain": "norm", "residual": "norm"}.get(variant, f"norm+{variant}"), rows, n, k)
+        if joined is not None:
+            return joined, False
+    return choose(target, dtype, variant, rows, n, k), normed
+
+
 def check(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -130,15 +139,12 @@ def streamed(
     rows = x.numel() // k if k else 0
     if not 0 < rows <= MAX_ROWS or not streamable(x, weight, bias, residual):
         return None
-    target, suffix = target_of(x.device), "gated" if gated else "plain" if residual is None else "residual"
-    if norm_weight is not None:
-        tile = choose(target, x.dtype, "norm+gated" if gated else "norm", rows, n, k)
-        if tile is None and (tile := choose(target, x.dtype, suffix, rows, n, k)) is not None:
-            x, norm_weight = normalise(x, norm_weight, eps), None  # the norm as a kernel of its own, the rest still fused
-    else:
-        tile = choose(target, x.dtype, suffix, rows, n, k)
+    variant = "gated" if gated else "plain" if residual is None else "residual"
+    tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, variant, norm_weight is not None, rows, n, k)
     if tile is None:
         return None
+    if norm_weight is not None and norm_apart:
+        x, norm_weight = normalise(x, norm_weight, eps), None
     outputs = n // 2 if gated else n
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     flat = None if residual is None else residual.view(rows, outputs)

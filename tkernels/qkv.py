@@ -21,7 +21,7 @@ from tkernels._op import define
 from tkernels._qkv_kernels import launch, run_length
 from tkernels._rope_kernels import launch as launch_rope
 from tkernels._target import target_of
-from tkernels.linear import MAX_ROWS, check, choose, linear, linear_ref, streamable, streamed
+from tkernels.linear import MAX_ROWS, check, choose_with_norm, linear, linear_ref, streamable, streamed
 from tkernels.rmsnorm import normalise
 from tkernels.rope import check_cache, check_scale, check_table, check_tokens, check_weight, rope_and_cache, rope_and_cache_ref
 
@@ -92,13 +92,10 @@ def _fused(
     (rows, k), n = x.shape, weight.shape[0]
     if not 0 < rows <= MAX_ROWS or not n or not streamable(x, weight, bias):
         return None
-    target, alone = target_of(x.device), False
-    tile = choose(target, x.dtype, "rope" if norm_weight is None else "norm+rope", rows, n, k)
-    if tile is None and norm_weight is not None:
-        tile, alone = choose(target, x.dtype, "rope", rows, n, k), True
+    tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "rope", norm_weight is not None, rows, n, k)
     if tile is None or not run_length(tile, k_cache.shape[3], cos_sin.shape[1], interleaved):
         return None
-    if alone and norm_weight is not None:
+    if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None
     heads = _heads(weight, k_cache)
     q = torch.empty((rows, heads.query, heads.dim), dtype=x.dtype, device=x.device)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import head
 from tkernels._linear_kernels import Tile
 
 TILES = [
@@ -22,7 +21,6 @@ TILES = [
 def test_is_the_argmax_of_linear(tile: Tile | None, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the same logits are compared: small integers, so that many outputs are equal after rounding."""
     choose = lambda target, dtype, variant, *shape: tile if variant == "plain" or (tile and tile.splits == 1) else None
-    monkeypatch.setattr(head, "choose", choose)
     monkeypatch.setattr(importlib.import_module("tkernels.linear"), "choose", choose)
     weight = torch.randint(-2, 3, (37, 48), device=device).half()
     for norm_weight in (None, torch.ones(48, device=device).half()):
@@ -40,7 +38,7 @@ def test_equals_bad_logits_and_the_lowest_id(device: torch.device, monkeypatch: 
     columns[2] = float("nan")
     one = torch.ones(1, 1, device=device).half()
     for tile in (TILES[0], TILES[1], None):
-        monkeypatch.setattr(head, "choose", lambda *args, tile=tile: tile)
+        monkeypatch.setattr(importlib.import_module("tkernels.linear"), "choose", lambda *args, tile=tile: tile)
         assert [tkernels.linear_argmax(one, weight).item() for weight in columns] == [9, 20, 0]
 
 

@@ -86,8 +86,7 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> bool:
 def _use(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
     """``tile`` for every call of at most 64 rows without a norm, and with one unless it splits."""
     pick = lambda target, dtype, variant, *shape: None if tile is None or ("norm" in variant and tile.splits > 1) else tile
-    for module in (qkv, importlib.import_module("tkernels.linear")):
-        monkeypatch.setattr(module, "choose", pick)
+    monkeypatch.setattr(importlib.import_module("tkernels.linear"), "choose", pick)
     _repeats.forget()
 
 
