@@ -150,15 +150,27 @@ def matrix_sums(
 
 
 @triton.jit
+def _in_order(x):
+    """The sum over the first axis of x [a power of two, M], neighbours first. ``tl.sum`` adds in the order of the layout, and which that is
+    depends on all that a kernel loads and stores: kernels with the same sums could differ in the last bit of a norm."""
+    LEVELS: tl.constexpr = tl.constexpr(x.shape[0].value.bit_length() - 1)
+    M: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(LEVELS):
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0] // 2, 2, M)), (0, 2, 1)))
+        x = left + right
+    return tl.reshape(x, (M,))
+
+
+@triton.jit
 def matrix_end(acc, up, squares, eps, k_total, HAS_NORM: tl.constexpr, SLICES: tl.constexpr):
     """Outputs [BLOCK_N, BLOCK_M] and up outputs from what ``matrix_sums`` gives, and by what the norm scales them."""
     if SLICES > 1:
         acc = tl.sum(acc, 0)
         up = tl.sum(up, 0)
-        squares = tl.sum(squares, 0)
+        squares = tl.reshape(squares, (squares.shape[0] * squares.shape[1], squares.shape[2]))
     scale = 1.0
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / k_total + eps)[None, :]
+        scale = tl.rsqrt(_in_order(squares) / k_total + eps)[None, :]
     return acc, up, scale
 
 

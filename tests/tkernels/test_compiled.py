@@ -7,6 +7,7 @@ methods: ``n.to(tl.int64)`` compiles for every n but that one.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,7 @@ from tkernels._triton import HAVE_TRITON
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
 def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
-    """In a process of its own: this one has decorated its kernels for the interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    launched, _, constants = done.stdout.strip().partition("|")
+    launched, _, constants = _in_another_process("sizes of one", tmp_path).partition("|")
     assert set(launched.split()) >= {
         "_vector_kernel", "_matrix_kernel", "_rope_kernel", "_rms_norm_kernel", "_layer_norm_kernel", "_gated_kernel",
         "_quantize_kernel", "runs_kernel", "finish_kernel", "_best_kernel",
@@ -32,8 +29,32 @@ def test_b066_all_kernels_compile_with_sizes_of_one(tmp_path: Path) -> None:
     assert {"n", "k_total", "num_heads", "hidden", "width", "vocab"} <= set(constants.split())
 
 
-def _compile_at_launch() -> tuple[set[str], set[str]]:
-    """Launches compile for sm_90 instead, specialised as Triton would. Returns the kernels and the arguments that became constants."""
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
+def test_all_kernels_of_a_projection_sum_in_one_order(tmp_path: Path) -> None:
+    """Where Triton orders a sum, by the layout of what it sums, that layout must not depend on what else a kernel loads and stores."""
+    orders: dict[str, dict[str, str]] = {}
+    for line in _in_another_process("orders", tmp_path).splitlines():
+        tile, kernel, order = line.split("|")
+        orders.setdefault(tile, {})[kernel] = order
+    assert [sorted(kernels) for kernels in orders.values()] == [["argmax", "linear", "rope"]] * 3
+    for tile, kernels in orders.items():
+        assert "#" in kernels["linear"], f"{tile}: nothing was found in what the compiler gave"
+        assert len(set(kernels.values())) == 1, (tile, kernels)
+
+
+def _in_another_process(what: str, cache: Path) -> str:
+    """This one has decorated its kernels for the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, __file__, what], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _compile_at_launch() -> tuple[set[str], set[str], list[str]]:
+    """Launches compile for sm_90 instead, specialised as Triton would.
+
+    Returns the kernels, the arguments that became constants, and what the kernels are before they become LLVM's.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -44,6 +65,7 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
     }  # fmt: skip
     kernels: set[str] = set()
     ones: set[str] = set()
+    modules: list[str] = []
 
     def run(self, *args, grid, warmup, num_warps=4, **kwargs):
         bound = dict(zip((p.name for p in self.params), args, strict=False)) | kwargs
@@ -63,11 +85,26 @@ def _compile_at_launch() -> tuple[set[str], set[str]]:
                 if isinstance(value, int) and specialised and value % 16 == 0:
                     attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
         kernels.add(self.__name__)
+        modules.append(compiled.asm["ttgir"])
 
     JITFunction.run = run
-    return kernels, ones
+    return kernels, ones, modules
+
+
+def _order(module: str) -> str:
+    """What is reduced, and what tensor cores multiply, with the layouts written out."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", module, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce"\(.*?\}\) : \((.*?)\) -> ', module, re.DOTALL)
+    products = re.findall(r"(?:warp_group_dot|tt\.dot) .*? : (.*?)(?: loc\(.*)?$", module, re.MULTILINE)
+
+    def spelled(text: str) -> str:
+        while "#" in (text := re.sub(r"#(\w+)", lambda m: layouts.get(m[0], m[1]), text)):
+            pass
+        return text
+
+    return " ; ".join(f"# {spelled(text)}" for text in reduced + products if "xf32" in text)  # maxima of keys have no order
 
 
 def _launch_all() -> None:
@@ -112,7 +149,29 @@ def _launch_all() -> None:
         logits._count(counts, index, index, prompt)
 
 
+def _launch_projections(modules: list[str]) -> None:
+    """With rows of x that no vector load can take, where most is left to the layouts."""
+    from tkernels._linear_kernels import Tile, launch
+    from tkernels._qkv_kernels import launch as launch_qkv
+
+    x, weight, norm = torch.zeros(8, 264, dtype=torch.bfloat16)[:, :256], torch.zeros(192, 256, dtype=torch.bfloat16), torch.zeros(256)
+    index, table, (k_cache, v_cache) = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 64), torch.zeros(2, 1, 8, 1, 64).bfloat16()
+    # The tile's width is the length of its step: what is stored has the shape of what is loaded.
+    for tile in (Tile("matrix", 64, 64, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2), Tile("vector", 2, 256, 1, 4, 1)):
+        rows = 2 if tile.kind == "vector" else 8
+        q, y, keys = torch.zeros(rows, 1, 64).bfloat16(), torch.zeros(rows, 192).bfloat16(), torch.zeros(192, rows, dtype=torch.int64)
+        modules.clear()
+        launch(x[:rows], weight, None, norm, None, False, 1e-6, y, tile)
+        launch(x[:rows], weight, None, norm, None, False, 1e-6, keys, tile)
+        launch_qkv(x[:rows], weight, None, norm, 1e-6, index, table, k_cache, v_cache, index, False, q, tile)
+        for name, module in zip(("linear", "argmax", "rope"), modules, strict=True):
+            print(tile, name, _order(module), sep="|")
+
+
 if __name__ == "__main__":
-    kernels, ones = _compile_at_launch()
-    _launch_all()
-    print(*sorted(kernels), "|", *sorted(ones))
+    kernels, ones, modules = _compile_at_launch()
+    if sys.argv[1] == "orders":
+        _launch_projections(modules)
+    else:
+        _launch_all()
+        print(*sorted(kernels), "|", *sorted(ones))
