@@ -131,7 +131,19 @@ def paged_attention_out(device: torch.device) -> list[Call]:
 
 def merge_attention(device: torch.device) -> list[Call]:
     out, lse = torch.randn(2, 5, 4, 16, device=device), torch.randn(2, 5, 4, device=device)
-    return [((out[0, :n].clone(), lse[0, :n].clone(), out[1, :n].clone(), lse[1, :n].clone()), {}) for n in (5, 1, 0)]
+    calls: list[Call] = [((out[0, :n].clone(), lse[0, :n].clone(), out[1, :n].clone(), lse[1, :n].clone()), {}) for n in (5, 1, 0)]
+    calls.insert(1, ((out[0].clone(), lse[0].clone(), out.transpose(0, 1).clone().transpose(0, 1), lse.clone()), {}))
+    return calls
+
+
+def cascade_attention(device: torch.device) -> list[Call]:
+    """Behind a prefix of 6 keys in 3 pages, of which it fills one and a half."""
+    calls: list[Call] = []
+    for lens in _QUERY_LENS:
+        q, k_cache, v_cache, *own = _attention_inputs(device, lens)
+        shared = torch.tensor([[0, 3, -1]], dtype=torch.int32, device=device), torch.tensor([6], dtype=torch.int32, device=device)
+        calls.append(((q, k_cache, v_cache, *shared, *own, 0.25, 4, 0.0, None, None, None, 1.0), {}))
+    return calls
 
 
 def padded_attention(device: torch.device) -> list[Call]:
@@ -243,6 +255,7 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "add_rms_norm": add_rms_norm,
     "add_rms_norm_fp8": add_rms_norm_fp8,
     "add_rms_norm_fp8_dynamic": add_rms_norm_fp8_dynamic,
+    "cascade_attention": cascade_attention,
     "count_tokens": count_tokens,
     "embedding_rms_norm": embedding_rms_norm,
     "gelu_and_mul": gelu_and_mul,

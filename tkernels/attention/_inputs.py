@@ -102,10 +102,7 @@ def check_inputs(
         raise ValueError(f"cu_seqlens_q: expected [{num_seqs + 1}], one more than seq_lens, got {list(cu_seqlens_q.shape)}")
     if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
         raise ValueError(f"block_table: expected [{num_seqs}, max_pages], a row per sequence, got {list(block_table.shape)}")
-    if block_table.shape[1] * page_size > _MAX_KEYS:
-        raise ValueError(
-            f"block_table: expected rows of at most {_MAX_KEYS} keys, got {block_table.shape[1]} pages of {page_size}; pass fewer columns"
-        )
+    check_capacity("block_table", block_table, page_size)
     for name, index in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
         if index.dtype != torch.int32:
             raise TypeError(f"{name}: expected int32, got {_checks.describe(index)}")
@@ -137,6 +134,13 @@ def check_inputs(
         heads, kv_heads, dim, page_size, num_seqs, block_table.shape[1] * page_size, compute, fp8 and q.dtype != torch.float32,
         k_cache.stride() == v_cache.stride(), *((block_table, block_table.stride(0)) if block_table.shape[1] else (seq_lens, 0)),
     )  # fmt: skip
+
+
+def check_capacity(name: str, table: torch.Tensor, page_size: int) -> None:
+    if table.shape[1] * page_size > _MAX_KEYS:
+        raise ValueError(
+            f"{name}: expected rows of at most {_MAX_KEYS} keys, got {table.shape[1]} pages of {page_size}; pass fewer columns"
+        )
 
 
 def _scale_stride(name: str, scale: torch.Tensor | None, kv_heads: int) -> int:

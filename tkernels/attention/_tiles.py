@@ -30,6 +30,11 @@ class PrefillTiles:
     num_stages: int
     maxnreg: int | None = None
 
+    @property
+    def programs_per_sm(self) -> int:
+        """That fit side by side: of 64 Ki registers, a thread may take 255 where it is not told otherwise."""
+        return max(1, 65536 // (32 * self.num_warps * (self.maxnreg or 256)))
+
 
 @functools.cache
 def _table() -> dict[str, Any]:

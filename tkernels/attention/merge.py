@@ -1,8 +1,8 @@
-"""Merge of attention over two disjoint sets of keys: with it a shared prefix is computed once (cascade.py), or a context in parts.
+"""Merge of attention over disjoint sets of keys: with it a shared prefix is computed once (cascade.py), or a context in parts.
 
-    lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) · out_a + exp(lse_b - lse) · out_b
+    lse = log(exp(lse_a) + Σ_s exp(lse_b[s])),   out = exp(lse_a - lse) · out_a + Σ_s exp(lse_b[s] - lse) · out_b[s]
 
-An LSE of -inf marks an empty set: nothing of its ``out`` is taken, whatever is there. Both empty: zero, -inf.
+An LSE of -inf marks an empty set: nothing of its ``out`` is taken, whatever is there. All empty: zero, -inf.
 
 Source: arXiv 2501.01005.
 """
@@ -16,46 +16,83 @@ from tkernels._op import define
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.attention.ref import merge_attention_ref
 
+_MAX_STATES = 1024  # a program holds the LSEs of all of them, and a part of their values
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows", "states"])
 def _merge_kernel(
-    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, rows, heads,
-    stride_at, stride_ah, stride_lat, stride_lah, stride_bt, stride_bh, stride_lbt, stride_lbh,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, rows, heads, states,
+    stride_at, stride_ah, stride_lat, stride_lah, stride_bs, stride_bt, stride_bh, stride_lbs, stride_lbt, stride_lbh,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, STATES: tl.constexpr, A_DECIDES: tl.constexpr,
 ):  # fmt: skip
+    """A_DECIDES: where the set of a is empty the result is empty too, whatever b says there, if anything."""
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_s = tl.arange(0, STATES)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_r = offs_r < rows
-    mask = mask_r[:, None] & (offs_d < DIM)[None, :]
+    mask_d = offs_d < DIM
     token, head = offs_r // heads, offs_r % heads
     lse_a = tl.load(lse_a_ptr + token * stride_lat + head * stride_lah, mask=mask_r, other=float("-inf"))
-    lse_b = tl.load(lse_b_ptr + token * stride_lbt + head * stride_lbh, mask=mask_r, other=float("-inf"))
-    top = tl.maximum(lse_a, lse_b)
+    lse_b_ptrs = lse_b_ptr + (token * stride_lbt + head * stride_lbh)[:, None] + offs_s.to(tl.int64)[None, :] * stride_lbs
+    lse_b = tl.load(lse_b_ptrs, mask=mask_r[:, None] & (offs_s < states)[None, :], other=float("-inf"))
+    if A_DECIDES:
+        lse_b = tl.where((lse_a == float("-inf"))[:, None], float("-inf"), lse_b)
+    top = tl.maximum(lse_a, tl.max(lse_b, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
-    part_a, part_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
-    total = part_a + part_b
+    part_a, part_b = tl.exp(lse_a - base), tl.exp(lse_b - base[:, None])
+    total = part_a + tl.sum(part_b, 1)
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float("-inf"), base + tl.log(divisor))
-    weight_a, weight_b = (part_a / divisor)[:, None], (part_b / divisor)[:, None]
-    # masked by the weight: an empty side may hold anything, and 0 · NaN is NaN
+    weight_a, weight_b = (part_a / divisor)[:, None], (part_b / divisor[:, None])[:, :, None]
+    # masked by the weight: an empty set may hold anything, and 0 · NaN is NaN
     a_ptrs = a_ptr + (token * stride_at + head * stride_ah)[:, None] + offs_d[None, :]
-    b_ptrs = b_ptr + (token * stride_bt + head * stride_bh)[:, None] + offs_d[None, :]
-    a = tl.load(a_ptrs, mask=mask & (weight_a > 0.0), other=0.0).to(tl.float32)
-    b = tl.load(b_ptrs, mask=mask & (weight_b > 0.0), other=0.0).to(tl.float32)
-    out = tl.fma(a, tl.broadcast_to(weight_a, a.shape), b * weight_b)
-    tl.store(out_ptr + offs_r[:, None] * DIM + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + offs_r, lse, mask=mask_r)
+    a = tl.load(a_ptrs, mask=mask_d[None, :] & (weight_a > 0.0), other=0.0).to(tl.float32)
+    # all states at once, so that one wait fetches them
+    b_ptrs = (b_ptr + (token * stride_bt + head * stride_bh)[:, None] + offs_s.to(tl.int64)[None, :] * stride_bs)[:, :, None]
+    b = tl.load(b_ptrs + offs_d[None, None, :], mask=mask_d[None, None, :] & (weight_b > 0.0), other=0.0).to(tl.float32)
+    out = tl.fma(a, tl.broadcast_to(weight_a, a.shape), tl.sum(b * weight_b, 1))
+    out_ptrs = out_ptr + offs_r[:, None] * DIM + offs_d[None, :]
+    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=mask_r[:, None] & mask_d[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + offs_r, tl.where(empty, float("-inf"), base + tl.log(divisor)), mask=mask_r)
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, a_decides: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_attention`` of checked arguments in one launch. a_decides: an empty set in a makes the result empty."""
+    out, lse = _fake(out_a)
+    tokens, heads, dim = out_a.shape
+    if out_b.dim() == 3:
+        out_b, lse_b = out_b[None], lse_b[None]
+    if out.numel():
+        states = next_power_of_2(out_b.shape[0])
+        block_d = next_power_of_2(dim)
+        most = 1024 if states == 1 else 4096  # values of b that a program holds: several states are worth more loads in flight
+        while block_d > 32 and block_d * states > most:
+            block_d //= 2
+        block_r = max(1, min(16, most // (block_d * states)))
+        _merge_kernel[(cdiv(tokens * heads, block_r), cdiv(dim, block_d))](
+            out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads, out_b.shape[0],
+            out_a.stride(0), out_a.stride(1), *lse_a.stride(), *out_b.stride()[:3], *lse_b.stride(),
+            DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, STATES=states, A_DECIDES=a_decides,
+            num_warps=1 if block_d * block_r * states <= 512 else 4,
+        )  # fmt: skip
+    return out, lse
 
 
 def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
     _checks.check_float("out_a", out_a)
     if out_a.dim() != 3:
         raise ValueError(f"out_a: expected [tokens, heads, dim], got {list(out_a.shape)}")
-    _checks.check_shape("out_b", out_b, tuple(out_a.shape), "like out_a")
-    _checks.check_dtype("out_b", out_b, out_a.dtype, "like out_a")
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _checks.check_shape(name, lse, tuple(out_a.shape[:2]), "like out_a")
+    states = out_b.shape[:1] if out_b.dim() == 4 else ()
+    if out_b.dim() == 4 and not 1 <= out_b.shape[0] <= _MAX_STATES:
+        raise ValueError(f"out_b: expected 1 to {_MAX_STATES} states, got {list(out_b.shape)}")
+    _checks.check_shape("out_b", out_b, (*states, *out_a.shape), "like out_a, or with a dimension of states before")
+    if out_b.dtype != torch.float32:
+        _checks.check_dtype("out_b", out_b, out_a.dtype, "like out_a, or float32")
+    for name, lse, shape in (("lse_a", lse_a, out_a.shape[:2]), ("lse_b", lse_b, (*states, *out_a.shape[:2]))):
+        _checks.check_shape(name, lse, tuple(shape), f"like out_{name[-1]}")
         _checks.check_dtype(name, lse, torch.float32, "natural log")
     for name, tensor in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         _checks.check_device(name, tensor, out_a, "out_a")
@@ -65,17 +102,7 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
 
 def _merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     _check(out_a, lse_a, out_b, lse_b)
-    out, lse = _fake(out_a)
-    tokens, heads, dim = out_a.shape
-    if out.numel():
-        block_d = next_power_of_2(dim)
-        block_r = max(1, min(16, 1024 // block_d))
-        _merge_kernel[(cdiv(tokens * heads, block_r),)](
-            out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads,
-            out_a.stride(0), out_a.stride(1), *lse_a.stride(), out_b.stride(0), out_b.stride(1), *lse_b.stride(),
-            DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=1 if block_d * block_r <= 512 else 4,
-        )  # fmt: skip
-    return out, lse
+    return merge(out_a, lse_a, out_b, lse_b)
 
 
 def _reference(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,10 +127,12 @@ _merge_attention_op = define(
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets, from the attention over each.
+    """Attention over the union of disjoint key sets, from the attention over each.
 
-    out_a, out_b: [tokens, heads, dim] fp16, bf16 or fp32, last stride 1. lse_a, lse_b: [tokens, heads] fp32, natural log.
+    out_a: [tokens, heads, dim] fp16, bf16 or fp32. lse_a: [tokens, heads] fp32, natural log.
+    out_b: [tokens, heads, dim], or [states, tokens, heads, dim] for up to 1024 sets more, like out_a or fp32; last strides are 1.
+    lse_b: [tokens, heads] or [states, tokens, heads] fp32. The order of the sum over states is fixed: the same bits at each call.
     Returns (out like out_a, lse [tokens, heads] fp32), both contiguous. Raises ValueError or TypeError naming the wrong argument.
-    A sink must be counted on one side only.
+    A sink must be counted in one set only.
     """
     return _merge_attention_op(out_a, lse_a, out_b, lse_b)

@@ -12,7 +12,7 @@ from tkernels import _checks
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels.attention import prefill_sm90
-from tkernels.attention._inputs import check_inputs
+from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
 from tkernels.attention.prefill import prefill
 from tkernels.attention.ref import Scale, paged_attention_ref
@@ -32,7 +32,12 @@ def _attend(
     _checks.check_last_stride("out", out)
     if lse is not None:
         _check_output("lse", lse, tuple(q.shape[:2]), torch.float32, q)
-    if q.shape[0] == 0:
+    launch(inputs, out, lse, max_query_len)
+
+
+def launch(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int) -> None:
+    """Write every row of ``out`` and ``lse``. For cascade.py, which has checked its arguments too."""
+    if inputs.q.shape[0] == 0:
         return
     if inputs.num_seqs == 0:  # every row belongs to no sequence; the kernels would have no length to read
         out.zero_()
@@ -119,7 +124,7 @@ _paged_attention_out_op = define(
 )
 
 
-def _split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
+def split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
     """A scale as (tensor on the device, host factor): a number needs no tensor, a tensor is read by the kernel at each replay."""
     if scale is None:
         return None, 1.0
@@ -173,8 +178,8 @@ def paged_attention(
     return_lse: also return the natural log of the denominator, [tokens, heads] fp32, for ``merge_attention``.
     Returns out [tokens, heads, dim] like q, contiguous. Raises ValueError or TypeError naming the argument that is wrong.
     """
-    k_tensor, k_factor = _split_scale("k_scale", k_scale)
-    v_tensor, v_factor = _split_scale("v_scale", v_scale)
+    k_tensor, k_factor = split_scale("k_scale", k_scale)
+    v_tensor, v_factor = split_scale("v_scale", v_scale)
     out, lse = _paged_attention_op(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
         sinks, k_tensor, v_tensor, v_factor,
@@ -206,8 +211,8 @@ def paged_attention_out(
 
     Every element of both is written. This is the default splitting op: the piece before it allocates ``out``.
     """
-    k_tensor, k_factor = _split_scale("k_scale", k_scale)
-    v_tensor, v_factor = _split_scale("v_scale", v_scale)
+    k_tensor, k_factor = split_scale("k_scale", k_scale)
+    v_tensor, v_factor = split_scale("v_scale", v_scale)
     _paged_attention_out_op(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
         sinks, k_tensor, v_tensor, v_factor, out, lse,

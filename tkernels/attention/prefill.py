@@ -28,7 +28,7 @@ def _tiles_above(level, tops, counts):
 
 
 @triton.jit
-def _block(
+def block(
     q, m, l, acc, k_head, v_head, table_row, start, low, high, position, qk_scale, softcap, window,
     stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PAD_D: tl.constexpr,
@@ -164,19 +164,19 @@ def _prefill_kernel(
         table_row = table_ptr + s.to(tl.int64) * stride_bt
         if HAS_WINDOW:
             for i in tl.range(low // BLOCK_N, full_begin, num_stages=1):
-                m, l, acc = _block(
+                m, l, acc = block(
                     q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                     stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
                     PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
                 )  # fmt: skip
         for i in tl.range(full_begin, full_end, num_stages=STAGES):
-            m, l, acc = _block(
+            m, l, acc = block(
                 q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                 stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
                 PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
             )  # fmt: skip
         for i in tl.range(full_end, end, num_stages=1):
-            m, l, acc = _block(
+            m, l, acc = block(
                 q, m, l, acc, k_head, v_head, table_row, i * BLOCK_N, low, high, position, qk_scale, softcap, window,
                 stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
                 PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,

@@ -94,18 +94,19 @@ def paged_attention_ref(
 def merge_attention_ref(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets from the attention over each; -inf marks an empty set.
+    """Attention over the union of disjoint key sets from the attention over each; -inf marks an empty set.
 
-    out: [tokens, heads, dim]; lse: [tokens, heads] natural log. Returns (out like out_a, lse like lse_a).
+    out_a: [tokens, heads, dim]; lse_a: [tokens, heads] natural log; out_b and lse_b like them, or with a dimension of states before.
+    Returns (out like out_a, lse like lse_a).
     """
     wide = torch.promote_types(out_a.dtype, torch.float32)
-    lse = torch.logaddexp(lse_a.to(wide), lse_b.to(wide))
-    base = lse.masked_fill(lse == float("-inf"), 0.0)
-    weight_a, weight_b = torch.exp(lse_a.to(wide) - base)[..., None], torch.exp(lse_b.to(wide) - base)[..., None]
-    # a weight of zero takes nothing, not 0 · NaN, from the other side's unwritten rows
-    part_a = torch.where(weight_a == 0, 0.0, out_a.to(wide) * weight_a)
-    part_b = torch.where(weight_b == 0, 0.0, out_b.to(wide) * weight_b)
-    return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)
+    outs = torch.cat((out_a[None].to(wide), out_b.reshape(-1, *out_a.shape).to(wide)))
+    lses = torch.cat((lse_a[None].to(wide), lse_b.reshape(-1, *lse_a.shape).to(wide)))
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))[..., None]
+    # a weight of zero takes nothing, not 0 · NaN, from an empty set's unwritten rows
+    out = torch.where(weights == 0, 0.0, outs * weights).sum(0)
+    return out.to(out_a.dtype), lse.to(lse_a.dtype)
 
 
 def _per_head(scale: Scale, factor: float, dtype: torch.dtype) -> torch.Tensor | float:

@@ -1,4 +1,4 @@
-"""merge_attention and cascade_attention."""
+"""merge_attention."""
 
 from __future__ import annotations
 
@@ -55,27 +55,32 @@ def test_merge_opcheck_and_errors(device):
     assert empty[0].shape == (0, 3, 24)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_cascade_equals_attention_without_it(sinks, device):
-    """Decode, several tokens, a padding row and rows past the end, over a prefix of 20 tokens: 2 whole pages and a half."""
-    shared, lens = 24, [5, 9, 0, 1]
-    keywords = {"sinks": torch.randn(4, device=device)} if sinks else {}
-    case = make_case(
-        [n + shared if n else 0 for n in lens], [1, 3, 1, 1], dim=16, page_size=8, extra_rows=2, poison=False, device=device, **keywords
-    )  # fmt: skip
-    case.block_table[:, :3] = case.block_table[0, :3]
-    own = case.block_table[:, 3:].contiguous()
-    out, lse = tkernels.cascade_attention(
-        case.q, case.k_cache, case.v_cache, case.block_table[0, :3], torch.tensor([shared], dtype=torch.int32, device=device), own,
-        torch.tensor(lens, dtype=torch.int32, device=device), case.cu_seqlens_q, return_lse=True, **case.keywords,
-    )  # fmt: skip
-    check(case, out, lse)
+@pytest.mark.parametrize("states", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merge_of_many_states(states, dtype, device):
+    """Against the oracle, values in fp32 under an fp16 side, some sets and one whole row empty, states strided."""
+    out_a, lse_a, *_ = _sides(device, dtype)
+    out_b = torch.randn(5, states, 3, 24, device=device).transpose(0, 1)
+    lse_b = (torch.randn(5, states, 3, device=device) * 5).transpose(0, 1)
+    empty = torch.rand(states, 5, 3, device=device) < 0.3
+    empty[:, 2] = True
+    out_b[empty], lse_b[empty] = float("nan"), float("-inf")
+    out, lse = tkernels.merge_attention(out_a, lse_a, out_b, lse_b)
+    want, want_lse = merge_attention_ref(out_a.double(), lse_a.double(), out_b.double(), lse_b.double())
+    torch.testing.assert_close(out.double(), want, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-6)
+    assert (out[2] == 0).all() and torch.isneginf(lse[2]).all()
+    one_by_one = out_a.double(), lse_a.double()
+    for state in range(states):
+        one_by_one = merge_attention_ref(*one_by_one, out_b[state].double(), lse_b[state].double())
+    torch.testing.assert_close(want, one_by_one[0])
 
 
-def test_cascade_errors(device):
-    case = make_case([9], [1], dim=16, device=device)
-    q, k, v, table, lens, starts = case.tensors
-    with pytest.raises(ValueError, match="shared_block_table: expected"):
-        tkernels.cascade_attention(q, k, v, table.repeat(2, 1), lens, table, lens, starts, **case.keywords)
-    with pytest.raises(ValueError, match=r"shared_len: expected \[1\]"):
-        tkernels.cascade_attention(q, k, v, table, lens.repeat(2), table, lens, starts, **case.keywords)
+def test_merge_refuses_states_that_do_not_fit(device):
+    out_a, lse_a, out_b, lse_b = _sides(device)
+    with pytest.raises(ValueError, match="out_b: expected 1 to 1024 states"):
+        tkernels.merge_attention(out_a, lse_a, out_b[None][:0], lse_b[None][:0])
+    with pytest.raises(ValueError, match=r"lse_b: expected \[2, 5, 3\]"):
+        tkernels.merge_attention(out_a, lse_a, out_b.expand(2, -1, -1, -1), lse_b)
+    with pytest.raises(TypeError, match="out_b: expected float32 like out_a, or float32"):
+        tkernels.merge_attention(out_a, lse_a, out_b.half(), lse_b)

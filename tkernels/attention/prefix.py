@@ -1,0 +1,146 @@
+"""Attention of many query tokens over one prefix that all of them see whole, its keys split over the device: the shared part of cascade.py.
+
+As one sequence the prefix would get one program per KV head and tile of query rows: 16 for 64 tokens of 8 KV heads, a tenth of a Hopper.
+Here each of them is cut into ``splits`` equal runs of key blocks, and each run leaves a state (``merge.py`` folds them in one launch).
+
+How many splits there are follows from shapes and the device alone, so a captured graph may bake it in. *Where* they lie follows from
+the length on the device: a graph captured for a table of 131072 keys cuts a prefix of 2048 into parts of 128 keys, and what is past
+the last part is empty. No row mixes with another and a tile's state does not depend on others, so splits are fixed by the length.
+
+Source: arXiv 2307.08691 (the loop, prefill.py's), Flash-Decoding (keys of one sequence split over programs).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tkernels._target import Target, target_of
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
+from tkernels.attention._common import LOG2_E, finish
+from tkernels.attention._inputs import Inputs
+from tkernels.attention._tiles import prefill_tiles
+from tkernels.attention.prefill import block
+
+_LEAST = 4  # blocks of a split: folding one more state costs what two or three blocks do
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "splits"])
+def _prefix_kernel(
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, table_ptr, len_ptr, cu_ptr, k_scale_ptr, v_scale_ptr,
+    num_seqs, num_tokens, capacity, splits, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
+    stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile; GROUP · TOKENS rows are used
+    # the tiles of a run of keys lie side by side: they read the same keys
+    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    tile = tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % KV_HEADS
+    split = tl.program_id(0) // num_tiles // KV_HEADS
+    live = tl.minimum(tl.load(cu_ptr + num_seqs), num_tokens)  # rows past it belong to no sequence: nobody reads what they get
+    if tile * TOKENS < live:
+        length = tl.minimum(tl.maximum(tl.load(len_ptr), 0), capacity)
+        blocks = (length + BLOCK_N - 1) // BLOCK_N
+        parts = tl.minimum(splits, (blocks + LEAST - 1) // LEAST)
+        each = blocks // tl.maximum(parts, 1)
+        longer = blocks - each * parts  # the first ones have a block more
+        begin = tl.minimum(split * each + tl.minimum(split, longer), blocks)
+        end = tl.minimum(begin + each + tl.where(split < longer, 1, 0), blocks)
+        end = tl.where(split < parts, end, begin)
+
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_d = tl.arange(0, BLOCK_D)
+        offs_n = tl.arange(0, BLOCK_N)
+        mask_d = offs_d < DIM
+        token_m = tile * TOKENS + offs_m // GROUP
+        head_m = head * GROUP + offs_m % GROUP
+        mask_m = (token_m < live) & (offs_m < TOKENS * GROUP)
+        rows = token_m.to(tl.int64)
+        q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
+        q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+        if HAS_K_SCALE:
+            scale *= tl.load(k_scale_ptr + head * stride_ks_h)
+        if HAS_V_SCALE:
+            v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
+        qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+        if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            largest = tl.where(largest > 0.0, largest, 1.0)
+            q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
+            qk_scale *= largest
+
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        k_head = k_ptr + head.to(tl.int64) * stride_kh
+        v_head = v_ptr + head.to(tl.int64) * stride_vh
+        whole = tl.maximum(tl.minimum(end, length // BLOCK_N), begin)
+        for i in tl.range(begin, whole, num_stages=STAGES):
+            m, l, acc = block(
+                q, m, l, acc, k_head, v_head, table_ptr, i * BLOCK_N, 0, length, token_m, qk_scale, softcap, 0,
+                stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
+                PAGE, BLOCK_N, False, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+            )  # fmt: skip
+        for i in tl.range(whole, end, num_stages=1):
+            m, l, acc = block(
+                q, m, l, acc, k_head, v_head, table_ptr, i * BLOCK_N, 0, length, token_m, qk_scale, softcap, 0,
+                stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
+                PAGE, BLOCK_N, True, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+            )  # fmt: skip
+        if not HAS_SOFTCAP:
+            m = m * qk_scale
+        factor, lse = finish(m, l, m, v_factor, False)
+        at = (split.to(tl.int64) * num_tokens + rows) * (KV_HEADS * GROUP) + head_m
+        tl.store(lse_ptr + at, lse, mask=mask_m)
+        # an empty state's values are not read
+        mask = (mask_m & (begin < end))[:, None] & mask_d[None, :]
+        tl.store(part_ptr + at[:, None] * DIM + offs_d[None, :], acc * factor[:, None], mask=mask)
+
+
+def _block_m(arch: str, dim: int, itemsize: int, group: int) -> int:
+    return max(prefill_tiles(arch, dim, itemsize).block_m, next_power_of_2(group))
+
+
+@functools.lru_cache(1024)
+def splits_of(target: Target, tokens: int, heads: int, kv_heads: int, dim: int, itemsize: int, capacity: int) -> int:
+    """Into how many parts the keys of the prefix are cut; 0: not at all, for ``tokens`` alone give work to half of the device.
+
+    itemsize: bytes of a cache element. capacity: keys that the prefix may have. Then it is a job for prefill.py.
+    """
+    tiles = prefill_tiles(target.arch, dim, itemsize)
+    group = heads // kv_heads
+    programs = cdiv(tokens, _block_m(target.arch, dim, itemsize, group) // group) * kv_heads
+    if 2 * programs > target.num_sms:
+        return 0
+    # one wave of programs, which all fit at once
+    return max(1, min(target.num_sms * tiles.programs_per_sm // programs, cdiv(capacity, _LEAST * tiles.block_n)))
+
+
+def prefix(inputs: Inputs, table: torch.Tensor, length: torch.Tensor, capacity: int, parts: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write the states over the keys of the prefix: of every query row before ``cu_seqlens_q[-1]``, one per split.
+
+    inputs: queries and caches; its table, lengths, window and sinks are not used. table: [pages] int32, or anything that can be read
+    where ``capacity`` is 0. length: [1] int32, cut at ``capacity`` keys. parts: [splits, tokens, heads, dim] fp32, contiguous; not written
+    for an empty split. lse: [splits, tokens, heads] fp32, contiguous, natural log, -inf for an empty split.
+    """
+    x = inputs
+    splits, num_tokens = parts.shape[:2]
+    group = x.heads // x.kv_heads
+    arch, itemsize = target_of(parts.device).arch, x.k_cache.element_size()
+    tiles = prefill_tiles(arch, x.dim, itemsize)
+    block_m = _block_m(arch, x.dim, itemsize, group)
+    _prefix_kernel[(cdiv(num_tokens, block_m // group) * x.kv_heads * splits,)](
+        x.q, x.k_cache, x.v_cache, parts, lse, table, length, x.cu_seqlens_q, x.k_scale, x.v_scale,
+        x.num_seqs, num_tokens, capacity, splits, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
+        x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size,
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, LEAST=_LEAST,
+        HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+    )  # fmt: skip
