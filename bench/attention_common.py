@@ -60,15 +60,20 @@ def make_batch(
     return Batch(q, k_cache, v_cache, tables, torch.tensor(lens, dtype=torch.int32).cuda(), starts.cuda(), kv_bytes)
 
 
-def capture(call: Callable[[int], Any], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of ``calls`` calls; call gets its number, from which it picks its inputs."""
-    for i in range(2):
+def capture(call: Callable[[int], Any], calls: int, warm: int = 2, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` calls; call gets its number, from which it picks its inputs. warm: calls ahead, which compile.
+
+    pool: memory that graphs share which are replayed one after another. Not ``torch.cuda.graph``: it empties torch's cache each time.
+    """
+    for i in range(warm):
         call(i)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
         for i in range(calls):
             call(i)
+        graph.capture_end()
     return graph
 
 

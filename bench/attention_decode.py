@@ -1,8 +1,9 @@
 """Decode over a paged cache against torch SDPA on contiguous KV, in one run, inside CUDA graphs.
 
-    python -m bench.attention_decode [--cases rows,mixed,…] [--sweep]
+    python -m bench.attention_decode [--cases rows,mixed,…] [--sweep] [--out FILE]
 
 Each case is checked against the oracle first; a wrong one is not timed. --sweep: every tile choice of _SWEEP besides the shipped one.
+``length`` and ``batch`` look for cliffs (attention_sweep.py). The results file is written after each case.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error
+from bench.attention_sweep import TITLE, by_batch, by_length
 from bench.harness import write_results
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention._tiles import DecodeTiles
@@ -25,6 +28,7 @@ from tkernels.attention.ref import paged_attention_ref
 
 _CASES = ("rows", "mixed", "fp8", "window", "features", "queries", "cascade", "length", "batch")  # the first six by default
 ROWS = [(1, 1024), (1, 8192), (1, 131072), (8, 4096), (16, 1024), (32, 4096), (64, 2048), (128, 1024), (128, 8192), (256, 2048)]
+CASCADES = [(64, 8192, 128), (8, 8192, 128), (256, 2048, 128)]  # sequences, shared keys, own keys; the first is the issue's
 _SWEEP = {
     f"w{warps}p{programs}s{stages}": DecodeTiles(
         block_n=64, programs_per_sm=programs, num_warps=warps, num_stages=stages, maxnreg=registers
@@ -92,20 +96,9 @@ def check(batch: Batch, call: Any, **keywords: Any) -> float:
     return error
 
 
-def part_of(batch: Batch, lens: list[int]) -> Batch:
-    """Sequences of one query token and one length, on pages of ``batch``, whose cache is as large as any of them needs."""
-    count, each = len(lens), -(-lens[0] // batch.k_cache.shape[1])
-    pages = batch.tables[0].flatten()
-    copies = min(64, len(pages) // (count * each))
-    tables = list(pages[: copies * count * each].view(copies, count, each).contiguous())
-    starts = batch.cu_seqlens_q[: count + 1]
-    kv_bytes = 2 * sum(lens) * batch.k_cache[0, 0].nbytes
-    return Batch(batch.q[:count], batch.k_cache, batch.v_cache, tables, torch.tensor(lens, dtype=torch.int32).cuda(), starts, kv_bytes)
-
-
 def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] | None = None, sweep: dict[str, Any] | None = None,
-             cache_dtype: torch.dtype = torch.bfloat16, within: Batch | None = None, **keywords: Any) -> dict[str, Any]:  # fmt: skip
-    batch = part_of(within, lens) if within is not None else make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
+             cache_dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
+    batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
     calls = {"ours": ours(batch, **keywords)}
     for label, choice in (sweep or {}).items():
         calls[label] = ours(batch, choice, **keywords)
@@ -124,31 +117,33 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
 
 
 def run_cascade(seqs: int, shared: int, own: int) -> dict[str, Any]:
-    """One step of sequences whose first ``shared`` keys are the same pages: with and without cascade."""
-    batch = make_batch([shared + own] * seqs, [1] * seqs)
-    pages = shared // batch.k_cache.shape[1]
-    for table in batch.tables:
-        table[:, :pages] = table[0, :pages]
-    tails = [table[:, pages:].contiguous() for table in batch.tables]
-    shared_len = torch.tensor([shared], dtype=torch.int32, device="cuda")
-    own_lens = torch.full((seqs,), own, dtype=torch.int32, device="cuda")
-    scale = batch.q.shape[-1] ** -0.5
+    """One step of sequences whose first ``shared`` keys are the same pages: with cascade, without, and the keys after them alone."""
+    batch = make_batch([shared] + [own] * seqs, [0] + [1] * seqs)
+    page_size = batch.k_cache.shape[1]
+    prefixes = [table[0, : shared // page_size] for table in batch.tables]
+    tails = [table[1:, : -(-own // page_size)].contiguous() for table in batch.tables]
+    whole = [torch.cat((prefix.expand(seqs, -1), tail), 1) for prefix, tail in zip(prefixes, tails, strict=True)]
+    shared_len, own_lens = batch.seq_lens[:1], batch.seq_lens[1:].clone()
+    starts, scale = batch.cu_seqlens_q[1:].clone(), batch.q.shape[-1] ** -0.5
+    without = replace(batch, tables=whole, seq_lens=own_lens + shared_len, cu_seqlens_q=starts)
+    alone = replace(batch, tables=tails, seq_lens=own_lens, cu_seqlens_q=starts)
 
     def cascade(i: int) -> Any:
-        prefix, tail = batch.tables[i % len(tails)][0, :pages], tails[i % len(tails)]
+        prefix, tail = prefixes[i % len(tails)], tails[i % len(tails)]
         return cascade_attention(
-            batch.q, batch.k_cache, batch.v_cache, prefix, shared_len, tail, own_lens, batch.cu_seqlens_q, scale=scale, max_query_len=1
+            batch.q, batch.k_cache, batch.v_cache, prefix, shared_len, tail, own_lens, starts, scale=scale, max_query_len=1
         )
 
-    calls = {"ours": cascade, "without": ours(batch)}
-    errors = {label: check(batch, call) for label, call in calls.items()}
+    calls = {"ours": cascade, "without cascade": ours(without), "own part": ours(alone)}
+    errors = {label: check(alone if label == "own part" else without, call) for label, call in calls.items()}
     times = interleaved({label: capture(call, 10) for label, call in calls.items()}, 10)
     name = f"cascade {seqs} x ({shared} + {own})"
-    print(
-        f"{name:>18} {times['ours']:8.1f} without {times['without']:8.1f}, {times['without'] / times['ours']:.2f} times faster", flush=True
-    )
-    read = 2 * (shared + seqs * own) * batch.k_cache[0, 0].nbytes
-    return {"case": name, "us": times, "error": errors, "floor_us": read / READ_BANDWIDTH * 1e6, "kv_bytes": read}
+    print(f"{name:>18} ours {times['ours']:8.1f}  floor {batch.kv_bytes / READ_BANDWIDTH * 1e6:7.1f}  "
+          f"{times['without cascade'] / times['ours']:.2f} times faster than without: {times['without cascade']:.1f}  "
+          f"own part {times['own part']:.1f}", flush=True)  # fmt: skip
+    return {
+        "case": name, "us": times, "error": errors, "floor_us": batch.kv_bytes / READ_BANDWIDTH * 1e6, "kv_bytes": batch.kv_bytes
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -161,43 +156,51 @@ def main() -> None:
     cases = options.cases.split(",")
     if unknown := sorted(set(cases) - set(_CASES)):
         parser.error(f"--cases: expected some of {','.join(_CASES)}, got {','.join(unknown)}")
-    results = []
+    results: list[dict[str, Any]] = []
+    cliffs: list[dict[str, Any]] = []
+    curves: dict[str, dict[int, float]] = {}
+
+    def note(result: dict[str, Any] | None = None) -> None:
+        if result is not None:
+            results.append(result)
+        if options.out:
+            rows = {"": results, TITLE: cliffs} if cliffs else results
+            write_results(options.out, "python -m bench.attention_decode", rows, **({"curves_us": curves} if curves else {}))
+
     random.seed(0)
     torch.manual_seed(0)
     if "rows" in cases:
         for b, n in ROWS:
-            results.append(run_case(f"{b} x {n}", [n] * b, peer=(b, n), sweep=sweep))
+            note(run_case(f"{b} x {n}", [n] * b, peer=(b, n), sweep=sweep))
     if "mixed" in cases:
         lens = [int(math.exp(random.uniform(math.log(64), math.log(16384)))) for _ in range(64)]
-        results.append(run_case("64 log-uniform", lens, sweep=sweep))
+        note(run_case("64 log-uniform", lens, sweep=sweep))
     if "fp8" in cases:
         for b, n in ((1, 131072), (32, 4096), (128, 8192)):
-            results.append(run_case(f"fp8 {b} x {n}", [n] * b, cache_dtype=torch.float8_e4m3fn, sweep=sweep))
+            note(run_case(f"fp8 {b} x {n}", [n] * b, cache_dtype=torch.float8_e4m3fn, sweep=sweep))
     if "window" in cases:
         for b in (1, 16):
-            results.append(run_case(f"window {b} x 131072", [131072] * b, window=1024))
-            results.append(run_case(f"no window {b} x 1024", [1024] * b))
+            note(run_case(f"window {b} x 131072", [131072] * b, window=1024))
+            note(run_case(f"no window {b} x 1024", [1024] * b))
     if "features" in cases:
         sinks = torch.randn(32, device="cuda")
         for label, keywords in (("plain", {}), ("softcap", {"softcap": 30.0}), ("sinks", {"sinks": sinks})):
-            results.append(run_case(f"{label} 32 x 4096", [4096] * 32, **keywords))
+            note(run_case(f"{label} 32 x 4096", [4096] * 32, **keywords))
     if "queries" in cases:
         for query in (1, 2, 4, 8):
             for b, n in ((1, 8192), (32, 4096)):
-                results.append(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
+                note(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
     if "cascade" in cases:
-        results.append(run_cascade(64, 8192, 128))
+        for seqs, shared, own in CASCADES:
+            note(run_cascade(seqs, shared, own))
     if {"length", "batch"} & set(cases):
-        everything = make_batch([8192] * 256, [1] * 256, rotate=0)
-        if "length" in cases:
-            for b in (1, 16):
-                for n in sorted({max(1, 2**power + more) for power in range(18) for more in (-1, 0, 1)} - {2**17 + 1}):
-                    results.append(run_case(f"length {b} x {n}", [n] * b, within=everything))
-        if "batch" in cases:
-            for b in (*range(1, 34), *range(36, 65, 4), 65, *range(72, 257, 8), 129, 255):
-                results.append(run_case(f"batch {b} x 8192", [8192] * b, within=everything))
-    if options.out:
-        write_results(options.out, "python -m bench.attention_decode", results)
+        cache = make_batch([8192] * 256, [1] * 256, rotate=0)  # 8.6 GB, which 16 x 131072 take too
+        sweeps = [(f"length, {b} x n", by_length, (b,)) for b in (1, 16)] if "length" in cases else []
+        sweeps += [("batch, b x 8192", by_batch, (8192, range(1, 257)))] if "batch" in cases else []
+        for name, measured, arguments in sweeps:
+            curves[name], rows = measured(cache, *arguments)
+            cliffs += rows
+            note()
 
 
 if __name__ == "__main__":
