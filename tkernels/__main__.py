@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tkernels import _dependent
 from tkernels import tune as tuning
+from tkernels._linear_kernels import ROW_CLASSES
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
 from tkernels.attention import prefill_sm90
@@ -82,6 +84,7 @@ def main() -> int:
         metavar="OUTxIN[:PLACE]",
         help="projections to measure, e.g. 3072x2048:qkv; the default is a list of common models'",
     )
+    tune.add_argument("--rows", type=int, nargs="+", default=ROW_CLASSES, choices=ROW_CLASSES, help="row classes to measure; default: all")
     tune.add_argument("--out", type=Path, help="where to write the table; the default is the package's own folder")
     options = parser.parse_args()
     if options.command == "info":
@@ -89,7 +92,7 @@ def main() -> int:
         return 0
     shapes = options.shapes or [shape for shapes in tuning.SHAPES.values() for shape in shapes]
     try:
-        print(tuning.tune(shapes, out=options.out))
+        print(tuning.tune(shapes, rows=options.rows, out=options.out, say=partial(print, flush=True)))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -48,7 +48,7 @@ def linear_ref(
 
 
 @functools.cache
-def _table(arch: str) -> dict[tuple[str, int, int, int], Tile | None]:
+def table_of(arch: str) -> dict[tuple[str, int, int, int], Tile | None]:
     """(variant, row class, out_features, in_features) → tile. What the composition wins has no entry, or None."""
     path = Path(__file__).parent / "tables" / f"linear_{arch}.json"
     if not path.exists():
@@ -65,7 +65,7 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    table, shape = _table(target.arch), (row_class(rows), n, k)
+    table, shape = table_of(target.arch), (row_class(rows), n, k)
     if ("rope" in variant or variant == "residual") and (variant, *shape) not in table:
         variant = "norm" if "norm" in variant else "plain"
     tile = table.get((variant, *shape))

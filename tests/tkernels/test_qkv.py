@@ -256,7 +256,7 @@ def test_the_tile_is_the_projections_unless_the_rotation_was_measured(monkeypatc
     module = importlib.import_module("tkernels.linear")
     plain, norm, own = Tile("vector", 2, 64, 1, 4, 1), Tile("vector", 4, 64, 1, 4, 1), Tile("vector", 8, 64, 1, 4, 1)
     table: dict[Any, Tile | None] = {("plain", *shape): plain, ("norm", *shape): norm}
-    monkeypatch.setattr(module, "_table", lambda arch: table)
+    monkeypatch.setattr(module, "table_of", lambda arch: table)
     pick = lambda variant: choose(target, torch.bfloat16, variant, *shape)
     assert pick("rope") == plain and pick("norm+rope") == norm
     table[("norm+rope", *shape)] = own
@@ -273,7 +273,7 @@ def test_a_table_says_where_the_composition_won(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "linear_here.json").write_text(json.dumps({"entries": entries}))
     monkeypatch.setattr(module, "__file__", str(tmp_path / "linear.py"))
-    assert module._table.__wrapped__("here") == {("rope", 1, 192, 64): tile, ("rope", 2, 192, 64): None}
+    assert module.table_of.__wrapped__("here") == {("rope", 1, 192, 64): tile, ("rope", 2, 192, 64): None}
 
 
 def test_errors_name_the_argument(device: torch.device) -> None:

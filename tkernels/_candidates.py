@@ -1,0 +1,86 @@
+"""Which tiles of the few-row kernels are worth a measurement for a shape on a device: what ``python -m tkernels tune`` tries.
+
+A projection of few rows reads its weights once and does little else. A device hides the latency of its memory only with several
+megabytes on their way, so most multiprocessors must have a program, and all programs should be resident together: a second
+wave of a few programs waits for memory with the device idle. Where the weights are smaller than what is on its way in the time of a
+launch none of this counts, and all tiles are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from tkernels._linear_kernels import Tile
+from tkernels._triton import cdiv
+
+_SHARED = 227 << 10  # bytes of a multiprocessor (Hopper); a device with less refuses what does not fit
+_LAUNCH_BYTES = 4 << 20  # of weights: less takes no longer to read than a kernel takes to start, about a microsecond
+_BUSY = 0.7  # of the multiprocessors, at the least
+_VECTOR_WARPS = 12  # of a multiprocessor: what keeps registers full of weights on their way, without shared memory
+_FULL = 0.6  # of the last wave, where there are several
+
+_VECTOR = (  # block_n, block_k, num_warps
+    (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 256, 4), (8, 512, 4), (8, 1024, 8), (16, 512, 8),
+)  # fmt: skip
+_MATRIX = (  # block_n, block_k, slices, num_warps, num_stages
+    (64, 64, 1, 4, 6), (64, 128, 1, 4, 4), (64, 256, 1, 4, 3), (32, 128, 1, 4, 5), (16, 256, 1, 4, 4), (128, 64, 1, 8, 5),
+    (16, 64, 4, 4, 4), (16, 64, 4, 4, 6), (16, 128, 4, 4, 3), (16, 128, 4, 4, 4), (32, 64, 4, 4, 4), (32, 128, 4, 4, 3),
+    (16, 64, 8, 8, 4), (32, 64, 8, 8, 3),
+)  # fmt: skip
+_SPLIT = (
+    (64, 64, 1, 4, 5), (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (16, 128, 4, 4, 3), (32, 128, 4, 4, 3),
+    (128, 64, 1, 8, 4),
+)  # fmt: skip
+
+
+def _holds(tile: Tile, weights: int, block_m: int, k: int) -> bool:
+    """Whether shared memory and registers hold a matrix tile, and K a step of it."""
+    step = tile.block_k * tile.slices
+    return (
+        (weights + block_m) * step * 2 * tile.num_stages <= _SHARED - (7 << 10)
+        and step <= 2 * k
+        and weights * block_m * tile.slices <= 16384
+    )
+
+
+def _resident(tile: Tile, weights: int, block_m: int) -> int:
+    """Programs of a matrix tile that a multiprocessor holds by its shared memory."""
+    warpgroup = tile.block_n >= 64 and tile.slices == 1  # wgmma reads the buffer itself; else a step is in registers by then
+    buffers = tile.num_stages if warpgroup else tile.num_stages - 1
+    return max(1, min(_SHARED // ((weights + block_m) * tile.block_k * tile.slices * 2 * buffers + 1024), 64 // tile.num_warps))
+
+
+def candidates(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterator[Tile]:
+    """The tiles worth trying for a variant at a row class; n: rows of the weight, k: inputs, num_sms: multiprocessors."""
+    factor = 2 if "gated" in variant else 1
+    outputs, small = n // factor, n * k * 2 < _LAUNCH_BYTES
+    if rows <= 4:
+        vector = [
+            Tile("vector", block_n, block_k, 1, warps, 1)
+            for block_n, block_k, warps in _VECTOR
+            if block_n >= (2 if "rope" in variant else 1)  # partners stay together
+            and block_n * block_k * rows * factor <= 32768
+            and block_k <= 2 * k
+        ]
+        warps = {tile: cdiv(outputs, tile.block_n) * tile.num_warps for tile in vector}
+        least = min(_VECTOR_WARPS * num_sms, max(warps.values(), default=0))
+        yield from (tile for tile in vector if small or warps[tile] >= least)
+    block_m = max(16, rows)
+    matrix = [tile for sizes in _MATRIX if _holds(tile := Tile("matrix", *sizes), sizes[0] * factor, block_m, k)]
+    if variant in ("plain", "residual", "rope"):  # splits have no norm and no gate
+        matrix += [
+            tile
+            for sizes in _SPLIT
+            for splits in (2, 4, 8)
+            if _holds(tile := Tile("matrix", *sizes, splits), sizes[0], block_m, k)
+            and splits * tile.block_k * tile.slices * 2 <= k
+            and (small or cdiv(outputs, tile.block_n) < 2 * num_sms)  # else there are programs enough
+        ]
+    programs = {tile: cdiv(outputs, tile.block_n) * tile.splits for tile in matrix}
+    least = min(ceil(_BUSY * num_sms), max((programs[tile] for tile in matrix if tile.splits == 1), default=0))
+    for tile in matrix:
+        waves = programs[tile] / (num_sms * _resident(tile, tile.block_n * factor, block_m))
+        full = waves <= 1 or (tile.splits == 1 and waves / ceil(waves) >= _FULL)
+        if small or (programs[tile] >= least and full):
+            yield tile
