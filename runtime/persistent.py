@@ -10,7 +10,7 @@ has frozen them. Of torch's own modules with parameters the sizes are left out, 
 kernels of those of its capture.
 
 Where the interpreter tells of changed dictionaries (runtime/watched.py), the slots are read again only after one was changed; what is
-left for each step are the addresses and layouts, which a loop in C compares (runtime/addresses.py).
+left for each step are the addresses and layouts, which a loop in C compares (runtime/native.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.addresses import copier
+from runtime.addresses import copier, sender
 from runtime.inputs import InputSpec, as_numpy, cut, fill_value, tails
 
 _RING = 8
@@ -37,6 +37,8 @@ class Part:
     repeats: list[tuple[np.ndarray, np.ndarray]]
     source: torch.Tensor
     target: torch.Tensor
+    send: Callable[[int], int] | None
+    """Begins the copy on a stream that torch has used for one before; not 0: it has not. None: leave it to torch."""
 
 
 @dataclass
@@ -149,10 +151,21 @@ class Staging:
             self._tails_in[turn] = part
         for tail, last in part.repeats:
             tail[...] = last
+        if part.send is None or not self._is_in_turn() or part.send(self._raw_stream):
+            self._send_by_torch(part)
+        ring.sent(self._stream)
+
+    def _is_in_turn(self) -> bool:
+        """Whether the current stream is that of the copy before, on the current device."""
+        index = self._device.index
+        return torch._C._cuda_getDevice() == index and torch._C._cuda_getCurrentRawStream(index) == self._raw_stream
+
+    def _send_by_torch(self, part: Part) -> None:
+        """The first copy on each stream, which tells torch's allocator not to give the buffers to others while the stream reads them;
+        and those that the driver refuses, for torch to say why."""
         part.target.copy_(part.source, non_blocking=True)
         if self._on_cuda and self._raw_stream != torch._C._cuda_getCurrentRawStream(self._device.index):
             self._change_stream()
-        ring.sent(self._stream)
 
     def _fill_rows(self, turn: int, counts: tuple[int, ...]) -> None:
         for rows, count, then in zip(self._rows[turn], counts, self._filled[turn], strict=True):
@@ -170,7 +183,8 @@ class Staging:
 
     def _make_part(self, layout: Layout, turn: int) -> Part:
         buffer, real, padded = self._buffers[turn], layout.real, layout.padded
-        part = Part({}, {}, [], _nothing, [], [], buffer[: layout.end], self._block[: layout.end])
+        source, target = buffer[: layout.end], self._block[: layout.end]
+        part = Part({}, {}, [], _nothing, [], [], source, target, sender(target, source))
         with torch.inference_mode(False), torch.no_grad():
             for name, spec in self._specs.items():
                 view = cut(buffer, self._offsets[name], spec, padded)
