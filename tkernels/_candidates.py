@@ -18,7 +18,7 @@ _SHARED = 227 << 10  # bytes of a multiprocessor (Hopper); a device with less re
 _LAUNCH_BYTES = 4 << 20  # of weights: less takes no longer to read than a kernel takes to start, about a microsecond
 _BUSY = 0.7  # of the multiprocessors, at the least
 _VECTOR_WARPS = 12  # of a multiprocessor: what keeps registers full of weights on their way, without shared memory
-_FULL = 0.6  # of the last wave, where there are several
+_FULL = 0.75  # of the last wave, where there are several
 
 _VECTOR = (  # block_n, block_k, num_warps
     (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 256, 4), (8, 512, 4), (8, 1024, 8), (16, 512, 8),
@@ -26,29 +26,33 @@ _VECTOR = (  # block_n, block_k, num_warps
 _MATRIX = (  # block_n, block_k, slices, num_warps, num_stages
     (64, 64, 1, 4, 6), (64, 128, 1, 4, 4), (64, 256, 1, 4, 3), (32, 128, 1, 4, 5), (16, 256, 1, 4, 4), (128, 64, 1, 8, 5),
     (16, 64, 4, 4, 4), (16, 64, 4, 4, 6), (16, 128, 4, 4, 3), (16, 128, 4, 4, 4), (32, 64, 4, 4, 4), (32, 128, 4, 4, 3),
-    (16, 64, 8, 8, 4), (32, 64, 8, 8, 3),
+    (32, 128, 4, 4, 5), (16, 64, 8, 8, 4), (32, 64, 8, 8, 3),
 )  # fmt: skip
-_SPLIT = (
-    (64, 64, 1, 4, 5), (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (16, 128, 4, 4, 3), (32, 128, 4, 4, 3),
-    (128, 64, 1, 8, 4),
+_SPLIT = (  # with few inputs for each part, stages enough to ask for all of them at once
+    (64, 64, 1, 4, 5), (64, 128, 1, 4, 3), (64, 128, 1, 4, 5), (32, 128, 1, 4, 4), (16, 128, 4, 4, 3), (32, 128, 4, 4, 3),
+    (128, 64, 1, 8, 4), (128, 128, 1, 8, 4),
 )  # fmt: skip
+
+
+def _shared(tile: Tile, weights: int, block_m: int) -> int:
+    """Bytes of shared memory that a program of a matrix tile takes for what is on its way."""
+    warpgroup = tile.block_n >= 64 and tile.slices == 1  # wgmma reads the buffer itself; else a step is in registers by then
+    buffers = tile.num_stages if warpgroup else tile.num_stages - 1
+    return (weights + block_m) * tile.block_k * tile.slices * 2 * buffers
 
 
 def _holds(tile: Tile, weights: int, block_m: int, k: int) -> bool:
     """Whether shared memory and registers hold a matrix tile, and K a step of it."""
-    step = tile.block_k * tile.slices
     return (
-        (weights + block_m) * step * 2 * tile.num_stages <= _SHARED - (7 << 10)
-        and step <= 2 * k
+        _shared(tile, weights, block_m) <= _SHARED - (7 << 10)  # a norm and the epilogue take some
+        and tile.block_k * tile.slices <= 2 * k
         and weights * block_m * tile.slices <= 16384
     )
 
 
 def _resident(tile: Tile, weights: int, block_m: int) -> int:
-    """Programs of a matrix tile that a multiprocessor holds by its shared memory."""
-    warpgroup = tile.block_n >= 64 and tile.slices == 1  # wgmma reads the buffer itself; else a step is in registers by then
-    buffers = tile.num_stages if warpgroup else tile.num_stages - 1
-    return max(1, min(_SHARED // ((weights + block_m) * tile.block_k * tile.slices * 2 * buffers + 1024), 64 // tile.num_warps))
+    """Programs of a matrix tile that a multiprocessor holds."""
+    return max(1, min(_SHARED // (_shared(tile, weights, block_m) + 1024), 64 // tile.num_warps))
 
 
 def candidates(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterator[Tile]:
