@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error
 from bench.attention_sweep import TITLE, by_batch, by_length
 from bench.harness import write_results
+from tkernels._target import target_of
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention._tiles import DecodeTiles
+from tkernels.attention._tiles import DecodeTiles, PrefillTiles, prefill_tiles
 from tkernels.attention.cascade import cascade_attention
 from tkernels.attention.decode import QUERY_LEN, decode
+from tkernels.attention.merge import merge
+from tkernels.attention.prefix import prefix, splits_of
 from tkernels.attention.ref import paged_attention_ref
 
 _CASES = ("rows", "mixed", "fp8", "window", "features", "queries", "cascade", "length", "batch")  # the first six by default
@@ -42,6 +46,16 @@ _SWEEP = {
         (8, 2, 4, 128),
     )
 }
+
+_PREFIX_SWEEP = {
+    f"{m}x{n}w{warps}s{stages}r{registers}": PrefillTiles(
+        block_m=m, block_n=n, num_warps=warps, num_stages=stages, maxnreg=registers
+    )
+    for m, n, warps, stages, registers in (
+        (128, 32, 8, 4, 128), (128, 64, 8, 2, 128), (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 128, 8, 2, None),
+        (64, 32, 4, 3, 160), (64, 64, 4, 2, 168), (64, 64, 4, 3, 240),
+    )
+}  # fmt: skip
 
 
 def ours(batch: Batch, tiles: DecodeTiles | None = None, **keywords: Any) -> Any:
@@ -116,8 +130,36 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
     return result
 
 
-def run_cascade(seqs: int, shared: int, own: int) -> dict[str, Any]:
-    """One step of sequences whose first ``shared`` keys are the same pages: with cascade, without, and the keys after them alone."""
+def prefix_and_merge(
+    label: str, tiles: PrefillTiles, batch: Batch, tables: list[torch.Tensor], length: torch.Tensor
+) -> dict[str, Callable[[int], Any]]:
+    """The split prefix and the merge of its states with one more of each query, in launches of their own."""
+    inputs = check_inputs(*batch.arguments(0), batch.q.shape[-1] ** -0.5, True, 0, 0.0, None, None, None, 1.0)
+    capacity = tables[0].numel() * inputs.page_size
+    splits = splits_of(tiles, target_of(batch.q.device).num_sms, len(batch.q), inputs.heads, inputs.kv_heads, capacity)
+    if not splits:
+        return {}
+    parts = torch.zeros((splits, *batch.q.shape), device="cuda")
+    lses = torch.zeros(parts.shape[:3], device="cuda")
+
+    def split(i: int) -> Any:
+        prefix(inputs, tiles, tables[i % len(tables)], length, capacity, parts, lses)
+
+    everyone = torch.tensor([0, len(batch.q)], dtype=torch.int32, device="cuda")
+    expected, _ = paged_attention_ref(
+        batch.q.float(), batch.k_cache, batch.v_cache, tables[0][None], length, everyone, scale=inputs.scale, causal=False
+    )
+    split(0)
+    error = relative_error(merge(batch.q, torch.full_like(lses[0], float("-inf")), parts, lses)[0], expected)
+    assert error < 6e-3, f"{label}: relative error {error:.2e}"
+    return {f"{label} prefix": split, f"{label} merge of {splits}": lambda i: merge(batch.q, lses[0], parts, lses, a_decides=True)}
+
+
+def run_cascade(seqs: int, shared: int, own: int, sweep: dict[str, PrefillTiles]) -> dict[str, Any]:
+    """One step of sequences whose first ``shared`` keys are the same pages: with cascade, without, and the keys after them alone.
+
+    sweep: tiles of the split prefix, which is timed alone, and so is the merge of as many states.
+    """
     batch = make_batch([shared] + [own] * seqs, [0] + [1] * seqs)
     page_size = batch.k_cache.shape[1]
     prefixes = [table[0, : shared // page_size] for table in batch.tables]
@@ -136,11 +178,13 @@ def run_cascade(seqs: int, shared: int, own: int) -> dict[str, Any]:
 
     calls = {"ours": cascade, "without cascade": ours(without), "own part": ours(alone)}
     errors = {label: check(alone if label == "own part" else without, call) for label, call in calls.items()}
+    for label, tiles in sweep.items():
+        calls |= prefix_and_merge(label, tiles, without, prefixes, shared_len)
     times = interleaved({label: capture(call, 10) for label, call in calls.items()}, 10)
     name = f"cascade {seqs} x ({shared} + {own})"
     print(f"{name:>18} ours {times['ours']:8.1f}  floor {batch.kv_bytes / READ_BANDWIDTH * 1e6:7.1f}  "
           f"{times['without cascade'] / times['ours']:.2f} times faster than without: {times['without cascade']:.1f}  "
-          f"own part {times['own part']:.1f}", flush=True)  # fmt: skip
+          f"own part {times['own part']:.1f}  " + "  ".join(f"{k} {v:.1f}" for k, v in list(times.items())[3:]), flush=True)  # fmt: skip
     return {
         "case": name, "us": times, "error": errors, "floor_us": batch.kv_bytes / READ_BANDWIDTH * 1e6, "kv_bytes": batch.kv_bytes
     }  # fmt: skip
@@ -192,7 +236,8 @@ def main() -> None:
                 note(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
     if "cascade" in cases:
         for seqs, shared, own in CASCADES:
-            note(run_cascade(seqs, shared, own))
+            tiles = {"shipped": prefill_tiles(target_of(torch.device("cuda")).arch, 128, 2), **_PREFIX_SWEEP} if sweep else {}
+            note(run_cascade(seqs, shared, own, tiles))
     if {"length", "batch"} & set(cases):
         cache = make_batch([8192] * 256, [1] * 256, rotate=0)  # 8.6 GB, which 16 x 131072 take too
         sweeps = [(f"length, {b} x n", by_length, (b,)) for b in (1, 16)] if "length" in cases else []

@@ -134,6 +134,9 @@ from tkernels import _dependent, activation, rmsnorm
 from tkernels._linear_kernels import Tile, launch
 from tkernels._qkv_kernels import launch as launch_qkv
 from tkernels.attention._inputs import check_inputs as decode_inputs
+from tkernels.attention._tiles import PrefillTiles
+from tkernels.attention.merge import merge
+from tkernels.attention.prefix import prefix
 from tkernels.rope import _rope_and_cache
 
 _dependent.enable(True)
@@ -168,6 +171,9 @@ table, lens, cu = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), 4
 for queries in (1, 8):
     inputs = decode_inputs(heads, cache, cache, table, lens, cu, 0.125, True, 0, 0.0, None, None, None, 1.0)
     decode.decode(inputs, zeros(4, 8, 64), None, queries)
+parts, lses = zeros(2, 4, 8, 64, dtype=torch.float32), zeros(2, 4, 8, dtype=torch.float32)
+prefix(inputs, PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2), table, lens[:1], 128, parts, lses)
+merge(heads, lses[0], parts, lses, a_decides=True)
 print(json.dumps(found))
 """
 
@@ -202,6 +208,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "_vector_qkv_kernel",
         "_matrix_qkv_kernel",
         "decode_kernel",
+        "_prefix_kernel",
+        "_merge_kernel",
     }
     for name, asked, metadata, ptx in kernels:
         assert asked and metadata

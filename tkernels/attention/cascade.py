@@ -20,6 +20,7 @@ from tkernels import _checks
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_capacity, check_inputs
+from tkernels.attention._tiles import prefill_tiles
 from tkernels.attention.merge import merge
 from tkernels.attention.paged import launch, split_scale
 from tkernels.attention.prefix import prefix, splits_of
@@ -70,11 +71,13 @@ def _attend(
         return out, lse
     capacity = shared_block_table.shape[1] * own.page_size
     table, stride = (shared_block_table, shared_block_table.stride(0)) if capacity else (shared_len, 0)
-    splits = splits_of(target_of(q.device), tokens, own.heads, own.kv_heads, own.dim, k_cache.element_size(), capacity)
+    target = target_of(q.device)
+    tiles = prefill_tiles(target.arch, own.dim, k_cache.element_size())
+    splits = splits_of(tiles, target.num_sms, tokens, own.heads, own.kv_heads, capacity)
     if splits:
         parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lses = torch.empty((splits, *q.shape[:2]), dtype=torch.float32, device=q.device)
-        prefix(own, table, shared_len, capacity, parts, lses)
+        prefix(own, tiles, table, shared_len, capacity, parts, lses)
     else:
         parts, lses = _fake(q)
         everyone = own._replace(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from tkernels import _checks
+from tkernels import _checks, _dependent
+from tkernels._dependent import wait
 from tkernels._op import define
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.attention.ref import merge_attention_ref
@@ -24,8 +25,10 @@ def _merge_kernel(
     a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, rows, heads, states,
     stride_at, stride_ah, stride_lat, stride_lah, stride_bs, stride_bt, stride_bh, stride_lbs, stride_lbt, stride_lbh,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, STATES: tl.constexpr, A_DECIDES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A_DECIDES: where the set of a is empty the result is empty too, whatever b says there, if anything."""
+    wait(PDL)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_s = tl.arange(0, STATES)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -72,7 +75,8 @@ def merge(
         while block_d > 32 and block_d * states > most:
             block_d //= 2
         block_r = max(1, min(16, most // (block_d * states)))
-        _merge_kernel[(cdiv(tokens * heads, block_r), cdiv(dim, block_d))](
+        _dependent.launch(
+            _merge_kernel, (cdiv(tokens * heads, block_r), cdiv(dim, block_d)), out_a.device,
             out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads, out_b.shape[0],
             out_a.stride(0), out_a.stride(1), *lse_a.stride(), *out_b.stride()[:3], *lse_b.stride(),
             DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, STATES=states, A_DECIDES=a_decides,

@@ -5,7 +5,7 @@ Here each of them is cut into ``splits`` equal runs of key blocks, and each run 
 
 How many splits there are follows from shapes and the device alone, so a captured graph may bake it in. *Where* they lie follows from
 the length on the device: a graph captured for a table of 131072 keys cuts a prefix of 2048 into parts of 128 keys, and what is past
-the last part is empty. No row mixes with another and a tile's state does not depend on others, so splits are fixed by the length.
+the last part is empty. With the number of splits the length fixes every bit of a row.
 
 Source: arXiv 2307.08691 (the loop, prefill.py's), Flash-Decoding (keys of one sequence split over programs).
 """
@@ -16,11 +16,12 @@ import functools
 
 import torch
 
-from tkernels._target import Target, target_of
+from tkernels import _dependent
+from tkernels._dependent import wait
 from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, finish
 from tkernels.attention._inputs import Inputs
-from tkernels.attention._tiles import prefill_tiles
+from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.prefill import block
 
 _LEAST = 4  # blocks of a split: folding one more state costs what two or three blocks do
@@ -34,8 +35,9 @@ def _prefix_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile; GROUP · TOKENS rows are used
     # the tiles of a run of keys lie side by side: they read the same keys
     num_tiles = (num_tokens + TOKENS - 1) // TOKENS
@@ -49,9 +51,8 @@ def _prefix_kernel(
         parts = tl.minimum(splits, (blocks + LEAST - 1) // LEAST)
         each = blocks // tl.maximum(parts, 1)
         longer = blocks - each * parts  # the first ones have a block more
-        begin = tl.minimum(split * each + tl.minimum(split, longer), blocks)
+        begin = tl.minimum(split * each + tl.minimum(split, longer), blocks)  # past the last part: blocks
         end = tl.minimum(begin + each + tl.where(split < longer, 1, 0), blocks)
-        end = tl.where(split < parts, end, begin)
 
         offs_m = tl.arange(0, BLOCK_M)
         offs_d = tl.arange(0, BLOCK_D)
@@ -102,26 +103,28 @@ def _prefix_kernel(
         tl.store(part_ptr + at[:, None] * DIM + offs_d[None, :], acc * factor[:, None], mask=mask)
 
 
-def _block_m(arch: str, dim: int, itemsize: int, group: int) -> int:
-    return max(prefill_tiles(arch, dim, itemsize).block_m, next_power_of_2(group))
+def _tile_tokens(tiles: PrefillTiles, group: int) -> tuple[int, int]:
+    """(query rows of a tile, tokens of a tile)."""
+    block_m = max(tiles.block_m, next_power_of_2(group))
+    return block_m, block_m // group
 
 
 @functools.lru_cache(1024)
-def splits_of(target: Target, tokens: int, heads: int, kv_heads: int, dim: int, itemsize: int, capacity: int) -> int:
+def splits_of(tiles: PrefillTiles, num_sms: int, tokens: int, heads: int, kv_heads: int, capacity: int) -> int:
     """Into how many parts the keys of the prefix are cut; 0: not at all, for ``tokens`` alone give work to half of the device.
 
-    itemsize: bytes of a cache element. capacity: keys that the prefix may have. Then it is a job for prefill.py.
+    Then it is a job for prefill.py. capacity: keys that the prefix may have.
     """
-    tiles = prefill_tiles(target.arch, dim, itemsize)
-    group = heads // kv_heads
-    programs = cdiv(tokens, _block_m(target.arch, dim, itemsize, group) // group) * kv_heads
-    if 2 * programs > target.num_sms:
+    programs = cdiv(tokens, _tile_tokens(tiles, heads // kv_heads)[1]) * kv_heads
+    if 2 * programs > num_sms:
         return 0
-    # one wave of programs, which all fit at once
-    return max(1, min(target.num_sms * tiles.programs_per_sm // programs, cdiv(capacity, _LEAST * tiles.block_n)))
+    # one wave of programs
+    return max(1, min(num_sms * tiles.programs_per_sm // programs, cdiv(capacity, _LEAST * tiles.block_n)))
 
 
-def prefix(inputs: Inputs, table: torch.Tensor, length: torch.Tensor, capacity: int, parts: torch.Tensor, lse: torch.Tensor) -> None:
+def prefix(
+    inputs: Inputs, tiles: PrefillTiles, table: torch.Tensor, length: torch.Tensor, capacity: int, parts: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Write the states over the keys of the prefix: of every query row before ``cu_seqlens_q[-1]``, one per split.
 
     inputs: queries and caches; its table, lengths, window and sinks are not used. table: [pages] int32, or anything that can be read
@@ -131,10 +134,9 @@ def prefix(inputs: Inputs, table: torch.Tensor, length: torch.Tensor, capacity: 
     x = inputs
     splits, num_tokens = parts.shape[:2]
     group = x.heads // x.kv_heads
-    arch, itemsize = target_of(parts.device).arch, x.k_cache.element_size()
-    tiles = prefill_tiles(arch, x.dim, itemsize)
-    block_m = _block_m(arch, x.dim, itemsize, group)
-    _prefix_kernel[(cdiv(num_tokens, block_m // group) * x.kv_heads * splits,)](
+    block_m, tile_tokens = _tile_tokens(tiles, group)
+    _dependent.launch(
+        _prefix_kernel, (cdiv(num_tokens, tile_tokens) * x.kv_heads * splits,), parts.device,
         x.q, x.k_cache, x.v_cache, parts, lse, table, length, x.cu_seqlens_q, x.k_scale, x.v_scale,
         x.num_seqs, num_tokens, capacity, splits, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],

@@ -9,6 +9,7 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
+from tkernels.attention.ref import paged_attention_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -145,3 +146,60 @@ def test_b098_cache_beyond_2_to_31_elements():
         out = tkernels.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=query)
         assert torch.isfinite(out).all() and out.abs().max() > 0
         assert torch.equal(out[:query], out[query:])
+
+
+def test_one_captured_cascade_serves_every_prefix():
+    """Captured for a prefix of 32768 keys while there is none: 64 rows of the issue's shape, some of them padding, then any prefix."""
+    case = make_case([32768, *[300] * 62], [0, *[1] * 62], extra_rows=2, **SHAPE)
+    q, k_cache, v_cache, table, lens, starts = case.tensors
+    shared_len, own, own_lens, own_starts = lens[:1].clone(), table[1:, :19].contiguous(), lens[1:].clone(), starts[1:].clone()
+    longest = shared_len.clone()
+    shared_len.zero_()
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return tkernels.cascade_attention(
+            q, k_cache, v_cache, table[0], shared_len, own, own_lens, own_starts, scale=128**-0.5, max_query_len=1, return_lse=True
+        )
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for shared in (0, 1, 100, 128, 129, 2047, 2048, 8192, 32767, 32768, 40000):
+        shared_len.fill_(shared)
+        own_lens.copy_(torch.randint(0, 301, (62,)))
+        out.fill_(float("nan"))
+        graph.replay()
+        eager, eager_lse = call()
+        assert torch.equal(out, eager) and torch.equal(lse, eager_lse), f"prefix {shared}"
+        both = torch.minimum(shared_len, longest)
+        slots = torch.arange(16, device="cuda", dtype=torch.int32)
+        keys = [(row[:, None] * 16 + slots).flatten() for row in (table[0], *own)]
+        whole = torch.stack([torch.cat((keys[0][: int(both)], row)) for row in keys[1:]])
+        caches = [cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache)]
+        # on the GPU: 64 times 32768 keys in fp64 would take the CPU a minute
+        want, want_lse = paged_attention_ref(
+            q.float(), *caches, whole, torch.where(own_lens > 0, own_lens + both, 0), own_starts, scale=128**-0.5
+        )
+        assert torch.isfinite(out).all() and (out.float() - want).norm() <= 6e-3 * want.norm(), f"prefix {shared}"
+        torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (14, 2), (71, 1), (8, 8)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_cascade_of_every_tile(heads, dim, dtype):
+    """One token to a batch that sees the prefix as one sequence; soft-cap, sinks and scales with the fp8 cache."""
+    keywords = {"softcap": 5.0, "sinks": torch.randn(heads[0], device="cuda"), "k_scale": 0.5} if dtype == torch.float8_e4m3fn else {}
+    for query_lens in ([1], [1] * 7, [1, 5, 1] * 6, [1, 200, 1, 300]):
+        own = [q + 7 for q in query_lens]
+        shape = {**SHAPE, "heads": heads[0], "kv_heads": heads[1], "dim": dim, "dtype": dtype}
+        case = make_case([1024 + n for n in own], query_lens, poison=False, **shape, **keywords)
+        case.block_table[:, :64] = case.block_table[0, :64]
+        q, k_cache, v_cache, table, lens, starts = case.tensors
+        shared_len = torch.full((1,), 1024, dtype=torch.int32, device="cuda")
+        out, lse = tkernels.cascade_attention(
+            q, k_cache, v_cache, table[0, :64], shared_len, table[:, 64:], lens - 1024, starts, return_lse=True, **case.keywords
+        )
+        check(case, out, lse)
