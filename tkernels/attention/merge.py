@@ -60,6 +60,23 @@ def _merge_kernel(
         tl.store(lse_ptr + offs_r, tl.where(empty, float("-inf"), base + tl.log(divisor)), mask=mask_r)
 
 
+def _tile(dim: int, states: int) -> tuple[int, int, int, int]:
+    """(columns, rows, states rounded up, warps) of a program.
+
+    Of many states one warp takes 2048 values, 16 loads of 16 bytes in flight a thread: nothing that warps would have to tell each other.
+    """
+    states = next_power_of_2(states)
+    if states == 1:
+        block_d = next_power_of_2(dim)
+        block_r = max(1, min(16, 1024 // block_d))
+        return block_d, block_r, states, 1 if block_d * block_r <= 512 else 4
+    block_d = min(64, next_power_of_2(dim))
+    while block_d > 16 and block_d * states > 2048:
+        block_d //= 2
+    block_r = max(1, min(16, 2048 // (block_d * states)))
+    return block_d, block_r, states, max(1, block_d * block_r * states // 2048)
+
+
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, a_decides: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,18 +86,12 @@ def merge(
     if out_b.dim() == 3:
         out_b, lse_b = out_b[None], lse_b[None]
     if out.numel():
-        states = next_power_of_2(out_b.shape[0])
-        block_d = next_power_of_2(dim)
-        most = 1024 if states == 1 else 4096  # values of b that a program holds: several states are worth more loads in flight
-        while block_d > 32 and block_d * states > most:
-            block_d //= 2
-        block_r = max(1, min(16, most // (block_d * states)))
+        block_d, block_r, states, num_warps = _tile(dim, out_b.shape[0])
         _dependent.launch(
             _merge_kernel, (cdiv(tokens * heads, block_r), cdiv(dim, block_d)), out_a.device,
             out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads, out_b.shape[0],
             out_a.stride(0), out_a.stride(1), *lse_a.stride(), *out_b.stride()[:3], *lse_b.stride(),
-            DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, STATES=states, A_DECIDES=a_decides,
-            num_warps=1 if block_d * block_r * states <= 512 else 4,
+            DIM=dim, BLOCK_D=block_d, BLOCK_R=block_r, STATES=states, A_DECIDES=a_decides, num_warps=num_warps,
         )  # fmt: skip
     return out, lse
 

@@ -55,16 +55,20 @@ def test_merge_opcheck_and_errors(device):
     assert empty[0].shape == (0, 3, 24)
 
 
-@pytest.mark.parametrize("states", [1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_merge_of_many_states(states, dtype, device):
+@pytest.mark.parametrize(
+    ("states", "dim", "dtype"),
+    [(1, 24, torch.float16), (5, 72, torch.float16), (5, 24, torch.float32), (33, 130, torch.float32), (200, 4, torch.float32)],
+)
+def test_merge_of_many_states(states, dim, dtype, device):
     """Against the oracle, values in fp32 under an fp16 side, some sets and one whole row empty, states strided."""
-    out_a, lse_a, *_ = _sides(device, dtype)
-    out_b = torch.randn(5, states, 3, 24, device=device).transpose(0, 1)
+    out_a, lse_a = torch.randn(5, 3, dim).to(device, dtype), torch.randn(5, 3).to(device) * 5
+    lse_a[2] = float("-inf")
+    out_b = torch.randn(5, states, 3, dim, device=device).transpose(0, 1)
     lse_b = (torch.randn(5, states, 3, device=device) * 5).transpose(0, 1)
     empty = torch.rand(states, 5, 3, device=device) < 0.3
     empty[:, 2] = True
     out_b[empty], lse_b[empty] = float("nan"), float("-inf")
+    out_a[2] = float("nan")
     out, lse = tkernels.merge_attention(out_a, lse_a, out_b, lse_b)
     want, want_lse = merge_attention_ref(out_a.double(), lse_a.double(), out_b.double(), lse_b.double())
     torch.testing.assert_close(out.double(), want, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
