@@ -9,9 +9,8 @@ Llama-1B shape with random weights unless --small. Parts:
 - modes: one decode step, back to back: ours full, piecewise and eager, ``torch.compile(mode="reduce-overhead")``, Inductor in one graph;
 - startup: captures of each mode alone, and what a call adds on the host, with tensors or staged (as the engine does). Host time is what a
   call takes with the device idle before it; "adds" is that less the launch of the graphs alone; of a piece: the launch of all less the
-  splitting ops alone, divided by the pieces; of a staged step, "sweep" is the look at the module's parameters and values, "stage" and
-  "send" are making its arrays ready and the copy to the device, "launch" is that of the graphs behind the copy, all as timed within the
-  step; "write" is filling the arrays, by itself; "rest" is what is left;
+  splitting ops alone, divided by the pieces. Its parts, and what a launch takes behind other things: bench/replay_host.py;
+- host: that alone, of full graphs of a few batches: half a minute;
 - random: random serving steps, each compared bit for bit with the callable not captured, on a small model (bench/random_steps.py);
 - regret: every step size timed again in every mode, pick against best, for each context;
 - split: start-up and piecewise step time of both ways to cut, the FX graph and the capture.
@@ -23,8 +22,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +30,8 @@ import torch
 from bench.decode_step import check_modes, our_step, peer_runs
 from bench.harness import back_to_back_us, write_results
 from bench.random_steps import run_random_steps
+from bench.replay_host import host_row
 from bench.shapes import LLAMA_1B, TINY
-from runtime.captured_step import EagerCall
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.graphed import graphed
@@ -41,7 +39,7 @@ from runtime.model import random_model
 from runtime.runner import DYNAMIC, PAD, Runner
 
 Row = dict[str, Any]
-PARTS = ("modes", "startup", "random", "regret", "split")
+PARTS = ("modes", "startup", "host", "random", "regret", "split")
 
 
 class Budget:
@@ -54,27 +52,10 @@ class Budget:
         return self.end - time.perf_counter()
 
 
-def _sync() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def host_us(run: Callable[[], Any], repeats: int = 100) -> float:
-    """Median host time of one call, the device idle before each."""
-    times = []
-    for _ in range(repeats):
-        _sync()
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    _sync()
-    return statistics.median(times) * 1e6
 
 
 # -- one decode step ------------------------------------------------------------------------------------------------------------
@@ -133,11 +114,11 @@ def _in_mode(fast: Any, mode: str, step_arguments: dict[str, Any]) -> Callable[[
 # -- start-up and host time -----------------------------------------------------------------------------------------------------
 
 
-def make_runner(model: Any, mode: str, arguments: argparse.Namespace, contexts: list[int]) -> Runner:
+def make_runner(model: Any, mode: str, arguments: argparse.Namespace, contexts: list[int], **graph: Any) -> Runner:
     longest = 2 * max(contexts)
     pages = arguments.seqs * -(-longest // 16) + 1
     config = RuntimeConfig.load({
-        "graph": {"mode": mode, "max_tokens": arguments.max_tokens, "max_graphs": arguments.graphs, "contexts": contexts},
+        "graph": {"mode": mode, "max_tokens": arguments.max_tokens, "max_graphs": arguments.graphs, "contexts": contexts, **graph},
         "scheduler": {"max_num_seqs": arguments.seqs, "max_batch_tokens": arguments.max_tokens},
         "compile": {"backend": arguments.backend},
         "cache": {"num_pages": min(pages, arguments.max_pages)},
@@ -159,74 +140,34 @@ def startup_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> I
             "warmup_s": total, "prepare_and_capture_s": plan.capture_seconds, "graph_only_s": plan.graph_seconds,
             "measure_s": plan.measure_seconds, "graph_mib": plan.graph_bytes / 2**20, "remarks": plan.remarks,
         }  # fmt: skip
-        key = next(k for k in keys if k.text == "max_query_len=1")
-        for batch in sorted({n for n in (1, 8, 64, arguments.seqs) if n <= arguments.seqs}):
-            inputs = runner.batch(batch, 0)
-            decision = steps.explain(**inputs)
-            if decision.mode == mode:
-                row[f"batch {batch}"] = _host_row(steps, inputs, key.arena, key.captured[decision.mode, decision.size])
+        for batch, host in _by_batch(runner, mode, sorted({min(n, arguments.seqs) for n in (1, 8, 64, arguments.seqs)})):
+            row[f"batch {batch}"] = host
         steps.reset()
         yield row
-        del runner, steps, keys, key
+        del runner, steps, keys
         _free()
 
 
-def _host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any) -> Row:
-    step = captured.step
-    arrays = {name: t.numpy() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
-    sizes = {"tokens": len(arrays["input_ids"]), "seqs": len(arrays["seq_lens"])}
-
-    def stage() -> Any:
-        return steps.stage(sizes, max_query_len=inputs["max_query_len"])
-
-    def write(staged: Any) -> None:
-        for name, array in arrays.items():
-            staged.arrays[name][...] = array
-
-    def staged_step() -> None:
-        staged = stage()
-        write(staged)
-        staged()
-
-    sweep, launch = (steps._steps.persistent, "moved"), (step, "replay")
-    within = {"stage_us": (steps, "stage"), "send_us": (arena, "send"), "sweep_us": sweep, "launch_us": launch}
-    parts = _parts_us(staged_step, within)
-    parts["write_us"] = host_us(partial(write, stage()))
-    call, staged, replay = host_us(lambda: steps(**inputs)), host_us(staged_step), host_us(step.replay)
-    calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
-    splits = host_us(lambda: [run() for run in calls]) if calls else 0.0
-    pieces = len(step.graphs)
-    return {
-        "call_us": call, "staged_us": staged, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": staged - replay,
-        **parts, "rest_us": staged - sum(parts.values()), "pieces": pieces, "splitting_ops_us": splits,
-        "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
-    }  # fmt: skip
+def host_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
+    """Full graphs of a few batches alone."""
+    batches = sorted({min(n, arguments.seqs) for n in (1, 8, 64, arguments.seqs)})
+    runner = make_runner(model, "full", arguments, arguments.contexts[:1], capture_sizes=batches)
+    runner.warmup()
+    for batch, row in _by_batch(runner, "full", batches):
+        yield {"what": "host time", "mode": "full", "batch": batch, **row}
+    runner.steps.reset()
 
 
-def _parts_us(run: Callable[[], Any], parts: dict[str, tuple[Any, str]]) -> dict[str, float]:
-    """Median host time of each (owner, method) within the step, which finds other things in the caches than a loop over it alone does."""
-    spent: dict[str, list[float]] = {part: [] for part in parts}
-
-    def timed(times: list[float], call: Callable[..., Any]) -> Callable[..., Any]:
-        def timing(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*args, **kwargs)
-            times.append(time.perf_counter() - start)
-            return result
-
-        return timing
-
-    own = {part: vars(owner).get(name) for part, (owner, name) in parts.items()}
-    for part, (owner, name) in parts.items():
-        vars(owner)[name] = timed(spent[part], getattr(owner, name))
-    try:
-        host_us(run)
-    finally:
-        for part, (owner, name) in parts.items():
-            del vars(owner)[name]
-            if own[part] is not None:
-                vars(owner)[name] = own[part]
-    return {part: statistics.median(times) * 1e6 for part, times in spent.items()}
+def _by_batch(runner: Runner, mode: str, batches: Iterable[int]) -> Iterator[tuple[int, Row]]:
+    """Host time of the decode steps of these sizes that the mode serves."""
+    steps = runner.steps
+    assert steps._steps is not None
+    key = next(key for key in steps._steps.keys.values() if key.text == "max_query_len=1")
+    for batch in batches:
+        inputs = runner.batch(batch, 0)
+        decision = steps.explain(**inputs)
+        if decision.mode == mode:
+            yield batch, host_row(steps, inputs, key.arena, key.captured[decision.mode, decision.size])
 
 
 # -- random steps ---------------------------------------------------------------------------------------------------------------
@@ -303,7 +244,7 @@ def split_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Ite
         _free()
 
 
-ROWS = {"modes": mode_rows, "startup": startup_rows, "random": random_rows, "regret": regret_rows, "split": split_rows}
+ROWS = {"modes": mode_rows, "startup": startup_rows, "host": host_rows, "random": random_rows, "regret": regret_rows, "split": split_rows}
 
 
 @torch.no_grad()
