@@ -1,6 +1,7 @@
 """Host time of one replay of a captured step by part, the device idle before it: what ``bench.graph_runtime`` reports.
 
-A call passes tensors, a staged step has its arrays written in place, as the engine does. All parts are timed within such a step, which
+A call passes tensors, a staged step has its arrays written in place, as the engine does. "Behind itself" is such a call right after
+another, while the device is busy with that: the host has just done the same, so its caches are warm. All parts are timed within such a step, which
 finds other things in the processor's caches than a loop over one part does. What a launch takes depends on what is on its stream, so
 the step's launch is also timed alone, behind the inputs' copy, behind that copy when it is over, and behind a kernel.
 """
@@ -72,15 +73,17 @@ def host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any) -> R
     called = _parts_us(lambda: steps(**inputs), {**within, **both})
     called["fill"] = called.pop("all of run") - called.pop("all but fill")
     written = _parts_us(staging.step, {"stage": (steps, "stage"), "write": (staging, "write"), **both})
-    call, staged, replay = host_us(lambda: steps(**inputs)), host_us(staging.step), host_us(step.replay)
+    runs: dict[str, Callable[[], Any]] = {"call": lambda: steps(**inputs), "staged": staging.step, "replay": step.replay}
+    call, staged, replay = map(host_us, runs.values())
+    busy = {name: _in_turn_us({"first": run, "second": run})["second"] for name, run in runs.items()}
     calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
     splits = host_us(lambda: [run() for run in calls]) if calls else 0.0
     pieces = len(step.graphs)
     return {
         "call_us": call, "staged_us": staged, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": staged - replay,
         "sweep_us": written["sweep"], "call_parts_us": _with_rest(called), "staged_parts_us": _with_rest(written),
-        "by_hand_us": _by_hand(step, arena.layout(sizes, captured.padded)), "bytes": arena.layout(sizes, captured.padded).end,
-        "pieces": pieces, "splitting_ops_us": splits,
+        "behind_itself_us": busy, "by_hand_us": _by_hand(step, arena.layout(sizes, captured.padded)), "pieces": pieces, "splitting_ops_us": splits,
+        "bytes": arena.layout(sizes, captured.padded).end,
         "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
     }  # fmt: skip
 

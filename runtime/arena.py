@@ -49,13 +49,12 @@ class Arena:
             self._block = torch.zeros(max(end, _ALIGN), dtype=torch.uint8, device=device)
         self.device = self._block.device  # with its index
         self._staging = Staging(self.specs, self.names, self._offsets, self.largest, self._block)
-        self.hand_out = self._staging.hand_out
-        """``host`` for a layout, as tensors too; then call ``send`` with it."""
+        self.hand_out, self.send = self._staging.hand_out, self._staging.send
+        """``host`` for a layout, as tensors too; and ``upload`` of what was then written, for the same layout."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         # Rows from _dirty[name] on hold the padding value already; unless a packed copy has put there what a staging buffer held.
         self._dirty = {name: self._rows(name) for name in self.specs}
-        self._overwritten = False
 
     @property
     def nbytes(self) -> int:
@@ -132,12 +131,8 @@ class Arena:
 
         Returns the device views at the padded sizes. Does not wait for the copy.
         """
-        return self.send(self.layout(real, padded))
-
-    def send(self, layout: Layout) -> dict[str, torch.Tensor]:
-        """``upload`` of what was written into ``hand_out`` of the same layout."""
-        self._staging.send(layout)
-        self._overwritten = True
+        layout = self.layout(real, padded)
+        self.send(layout)
         return layout.views
 
     # -- filling from tensors -------------------------------------------------------------------------------------------------
@@ -165,9 +160,9 @@ class Arena:
 
     def copy(self, names: Sequence[str], values: Sequence[torch.Tensor], layout: Layout) -> None:
         """Each input by itself, and its tails."""
-        if self._overwritten:
+        if self._staging.overwritten:
             self._dirty.update(dict.fromkeys(layout.used, _UNKNOWN))
-            self._overwritten = False
+            self._staging.overwritten = False
         for name, value in zip(names, values, strict=True):
             head = layout.heads[name]
             if value.data_ptr() != head.data_ptr():

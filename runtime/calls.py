@@ -45,13 +45,18 @@ def illegal_shape(key: KeySteps, call: Call) -> str:
 
 
 # Every step asks these: looked up once.
-_is_autocast_enabled = torch.is_autocast_enabled
+_is_autocast_enabled, _is_any_autocast_enabled = torch.is_autocast_enabled, torch._C._is_any_autocast_enabled
 _functorch_transform, _num_dispatch_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
 
 
-def illegal_state(device: torch.device) -> str:
+def is_autocast(device_type: str) -> bool:
+    """Whether ``torch.autocast`` is on for these devices. Mostly it is on for none, which is quicker to ask."""
+    return _is_any_autocast_enabled() and _is_autocast_enabled(device_type)
+
+
+def illegal_state(device_type: str) -> str:
     """Why no graph may serve a call in the caller's present modes, or ""."""
-    if _is_autocast_enabled(device.type):
+    if is_autocast(device_type):
         return "torch.autocast is on, and graphs are captured without it"
     if _functorch_transform() is not None:  # tensors of vmap, grad and jvp have no memory that could be copied
         return "within a transform of torch.func, and graphs are captured outside"
@@ -108,8 +113,8 @@ def replay(
 def replay_staged(steps: Steps, ready: Ready) -> Any:
     """A ready step on what was written into the arena's staging buffer, with NaN in its padding, and compared."""
     steps.pool.follow()
-    views = ready.arena.send(ready.layout)
-    _run(steps, ready.key, ready.captured, views, ready.sizes, True)
+    ready.arena.send(ready.layout)
+    _run(steps, ready.key, ready.captured, ready.layout.views, ready.sizes, True)
     return outputs(steps, ready.arena, ready.rows, ready.borrow)
 
 

@@ -248,7 +248,7 @@ class CapturedModule(StandIn):
         key = self._steps.keys.get(call.host)
         illegal = ""
         if key is not None:
-            illegal = illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device)
+            illegal = illegal_shape(key, call) or illegal_memory(key, call.tensors) or illegal_state(self._steps.device.type)
             illegal = illegal or illegal_layout(call.tensors)
         return self._dispatcher.decide(key_text(call.host), call.sizes, illegal, context=context)
 

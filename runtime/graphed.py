@@ -22,16 +22,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from runtime.binding import PLAIN, Dynamic, key_text
-from runtime.calls import Route, Staged, illegal_layout, illegal_memory, illegal_shape, illegal_state, replay, replay_staged
+from runtime.calls import Route, Staged, illegal_layout, illegal_memory, illegal_shape, illegal_state, is_autocast, replay, replay_staged
 from runtime.captured_module import CapturedModule
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
-from runtime.ready import Known, Ready, known_call
+from runtime.ready import Known, Ready, known_call, ready_to_stage
 from runtime.steps import Bound, Captured, KeySteps, Steps
 
 # Every step asks these: looked up once.
-_is_grad_enabled, _set_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled, torch.is_autocast_enabled
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 _DYNAMIC: Dynamic = {"input_ids": 0}
 _PAD: Mapping[str, float | int | str] = {"slot_mapping": -1}
@@ -87,8 +87,8 @@ class GraphedModule(CapturedModule):
         if is_dynamo_compiling():  # constant to it; false whenever this runs
             return _untraced_call(self, context, args, kwargs)
         with self._lock:  # calls of several threads take turns: they fill the same input buffers
-            with_grad = _is_grad_enabled()
-            _set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
+            if with_grad := _is_grad_enabled():
+                _set_grad_enabled(False)  # torch.no_grad(), in a fraction of its time
             try:
                 steps, dispatcher = self._steps, self._dispatcher
                 if steps is None or dispatcher is None:
@@ -97,7 +97,7 @@ class GraphedModule(CapturedModule):
                 if known is None or known.context != context or (tensors := known.tensors(args, kwargs)) is None:
                     return self._look_up(steps, dispatcher, context, args, kwargs)
                 ready = known.ready
-                if not ready.is_current() or _is_autocast_enabled(ready.device_type):
+                if not ready.is_current() or is_autocast(ready.device_type):
                     return self._look_up(steps, dispatcher, context, args, kwargs)
                 if (moved := steps.persistent.moved(self.config.graph.check != "off")) is not None:
                     return self._look_up(steps, dispatcher, context, args, kwargs, moved)
@@ -128,7 +128,7 @@ class GraphedModule(CapturedModule):
         key, illegal = route.key, route.illegal
         if key is not None and not illegal and (key.static or key.writes_arguments):
             illegal = illegal_memory(key, tensors)
-        illegal = illegal or illegal_state(steps.device) or illegal_layout(tensors)
+        illegal = illegal or illegal_state(steps.device.type) or illegal_layout(tensors)
         decision = dispatcher.dispatch(route.text, route.sizes, illegal, context)
         if key is None:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(steps.device), (args, kwargs))
@@ -205,7 +205,8 @@ class GraphedModule(CapturedModule):
         remembered_as = tuple(known_by)
         ready: Ready | None = dispatcher.memo.get(remembered_as) if plain else None
         if ready is None or not ready.is_current():
-            ready = self._ready_to_stage(steps, dispatcher, sizes, context, host)
+            self._check_sizes(sizes)
+            ready = ready_to_stage(steps, dispatcher, sizes, context, host, self.borrow)
             if ready is None:
                 return None
             if len(dispatcher.memo) > _MAX_READY:
@@ -213,7 +214,7 @@ class GraphedModule(CapturedModule):
             if plain:
                 dispatcher.memo[remembered_as] = ready
         arena = ready.arena
-        if illegal_state(arena.device):
+        if illegal_state(ready.device_type):
             return None
         with self._lock:  # not between another thread's writing and sending, which would bring this step's buffer to the device
             arrays = arena.hand_out(ready.layout).heads
@@ -223,26 +224,10 @@ class GraphedModule(CapturedModule):
         if sizes.keys() != self._size_names or min(sizes.values()) < 0:
             raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
 
-    def _ready_to_stage(
-        self, steps: Steps, dispatcher: Dispatcher, sizes: Mapping[str, int], context: int | None, host: Mapping[str, Any]
-    ) -> Ready | None:
-        self._check_sizes(sizes)
-        key = next((key for key in steps.keys.values() if self._binding.host(host, key.specs) == key.host), None)
-        if key is None:
-            return None
-        unlike = key.alike and len({sizes[name] for name in key.alike}) > 1
-        if key.static or key.writes_arguments or unlike:
-            return None
-        decision = dispatcher.pick(key.text, sizes, "", context)
-        captured = key.captured.get((decision.mode, decision.size))
-        if captured is None:
-            return None
-        return Ready(key, decision, captured, sizes, dispatcher, self.borrow)
-
     def _run_staged(self, ready: Ready, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
         with self._lock:
-            with_grad = _is_grad_enabled()
-            _set_grad_enabled(False)
+            if with_grad := _is_grad_enabled():
+                _set_grad_enabled(False)
             try:
                 steps, arena = self._steps, ready.arena
                 if steps is None or not ready.is_current() or arena.handed_out != handed_out:

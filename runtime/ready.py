@@ -143,6 +143,19 @@ def known_call(ready: Ready, context: int | None, args: tuple[Any, ...], kwargs:
     return Known(ready, context, len(args), tuple(kwargs), values, tensors)
 
 
+def ready_to_stage(
+    steps: Steps, dispatcher: Dispatcher, sizes: Mapping[str, int], context: int | None, host: Mapping[str, Any], borrow: Borrow
+) -> Ready | None:
+    """The step for these sizes and host values, whose arrays can be written in place. None where it takes no graph, or where some of
+    its arguments are static or written."""
+    key = next((key for key in steps.keys.values() if steps.binding.host(host, key.specs) == key.host), None)
+    if key is None or key.static or key.writes_arguments or (key.alike and len({sizes[name] for name in key.alike}) > 1):
+        return None
+    decision = dispatcher.pick(key.text, sizes, "", context)
+    captured = key.captured.get((decision.mode, decision.size))
+    return None if captured is None else Ready(key, decision, captured, sizes, dispatcher, borrow)
+
+
 def outputs(steps: Steps, arena: Arena, rows: RealRows, borrow: Borrow) -> Any:
     """What a step that has just run hands out."""
     if borrow is False:

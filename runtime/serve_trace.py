@@ -194,7 +194,7 @@ class DeviceClock:
         self._launch = runner.launch
         steps = runner.steps._steps
         self._arenas = [key.arena for key in steps.keys.values()] if steps is not None else []
-        sends = [arena.send for arena in self._arenas]
+        self._sends = [arena.send for arena in self._arenas]
         current: list[torch.cuda.Event] = []
 
         def launch(*step: Any) -> Any:
@@ -215,8 +215,8 @@ class DeviceClock:
             return marked
 
         runner.launch = launch  # type: ignore[method-assign, assignment]
-        for arena, send in zip(self._arenas, sends, strict=True):
-            arena.send = marking(send)  # type: ignore[method-assign]
+        for arena, send in zip(self._arenas, self._sends, strict=True):
+            arena.send = marking(send)
 
     def rest(self) -> None:
         """The engine has no work: what comes before the next step is not counted."""
@@ -224,8 +224,8 @@ class DeviceClock:
 
     def detach(self) -> None:
         del self._runner.launch
-        for arena in self._arenas:
-            del arena.send
+        for arena, send in zip(self._arenas, self._sends, strict=True):
+            arena.send = send
 
     def idle_share(self) -> float | None:
         """Time between steps, as a share of that and the steps; None when no two steps followed each other."""

@@ -101,7 +101,7 @@ class Staging:
         block: torch.Tensor,
     ) -> None:
         self._specs, self._names, self._offsets, self._block = specs, names, offsets, block
-        self._device = block.device
+        self._device, self._index = block.device, block.device.index
         on_cuda = self._on_cuda = self._device.type == "cuda"
         count = max(2, min(_RING, _RING_BYTES // block.nbytes) // 2 * 2)
         with torch.inference_mode(False):
@@ -109,6 +109,8 @@ class Staging:
         self.ring = Ring(count, [torch.cuda.Event() for _ in range(2)] if on_cuda else ())
         self.handed_out = 0
         """How often a buffer was handed out: what had been got before is no longer the next step's."""
+        self.overwritten = False
+        """A buffer's copy has put into the block what the buffer held, padding and all. Set here, and taken back by who repairs that."""
         self._stream: torch.cuda.Stream | None = None  # the newest copy's
         self._raw_stream = -1
         # Rows of an input that follow a size alone hold the padding from the buffer's count of that size on.
@@ -122,7 +124,7 @@ class Staging:
                     array = as_numpy(cut(buffer, offsets[name], spec, largest))
                     by_size[sizes.index(dim.name)].append((array, dim.extra, fill_value(spec.pad, spec.dtype)))
             self._rows.append(by_size)
-        self._tails_in: list[Part | None] = [None] * count  # whose other tails lie in each buffer
+        self._complete: list[Part | None] = [None] * count  # the part that lies in each buffer with all its padding
 
     def hand_out(self, layout: Layout) -> Part:
         """The next buffer, at this layout: the part to write into. Waits until the device has read what it held."""
@@ -132,39 +134,35 @@ class Staging:
         turn = ring.turn
         self.handed_out += 1
         part = layout.parts[turn] or self._make_part(layout, turn)
-        if self._filled[turn] != layout.counts:  # what is written now may lie over padding
+        if self._complete[turn] is not part:  # what is written now may lie over padding
             self._filled[turn] = tuple(map(max, self._filled[turn], layout.counts))
-        if self._tails_in[turn] is not part:
-            self._tails_in[turn] = None
+            self._complete[turn] = None
         return part
 
     def send(self, layout: Layout) -> None:
         """Complete the padding of what was written and copy it to the device. Does not wait for the copy."""
+        self.overwritten = True
         ring = self.ring
         turn = ring.turn
         part = layout.parts[turn] or self._make_part(layout, turn)
-        if self._filled[turn] != layout.counts:
+        if self._complete[turn] is not part:
             self._fill_rows(turn, layout.counts)
-        if self._tails_in[turn] is not part:
             for tail, value in part.tails:
                 tail[...] = value
-            self._tails_in[turn] = part
+            self._complete[turn] = part
         for tail, last in part.repeats:
             tail[...] = last
-        if part.send is None or not self._is_in_turn() or part.send(self._raw_stream):
+        send, raw, index = part.send, self._raw_stream, self._index
+        # send is for the stream of the copy before, while that is the current one of the current device
+        if send is None or torch._C._cuda_getDevice() != index or torch._C._cuda_getCurrentRawStream(index) != raw or send(raw):
             self._send_by_torch(part)
         ring.sent(self._stream)
-
-    def _is_in_turn(self) -> bool:
-        """Whether the current stream is that of the copy before, on the current device."""
-        index = self._device.index
-        return torch._C._cuda_getDevice() == index and torch._C._cuda_getCurrentRawStream(index) == self._raw_stream
 
     def _send_by_torch(self, part: Part) -> None:
         """The first copy on each stream, which tells torch's allocator not to give the buffers to others while the stream reads them;
         and those that the driver refuses, for torch to say why."""
         part.target.copy_(part.source, non_blocking=True)
-        if self._on_cuda and self._raw_stream != torch._C._cuda_getCurrentRawStream(self._device.index):
+        if self._on_cuda and self._raw_stream != torch._C._cuda_getCurrentRawStream(self._index):
             self._change_stream()
 
     def _fill_rows(self, turn: int, counts: tuple[int, ...]) -> None:
