@@ -1,9 +1,9 @@
 """Host time of one replay of a captured step by part, the device idle before it: what ``bench.graph_runtime`` reports.
 
 A call passes tensors, a staged step has its arrays written in place, as the engine does. "Behind itself" is such a call right after
-another, while the device is busy with that: the host has just done the same, so its caches are warm. All parts are timed within such a step, which
-finds other things in the processor's caches than a loop over one part does. What a launch takes depends on what is on its stream, so
-the step's launch is also timed alone, behind the inputs' copy, behind that copy when it is over, and behind a kernel.
+another, while the device is busy with that: the host has just done the same, so its caches are warm. All parts are timed within such a
+step, which finds other things in the processor's caches than a loop over one part does. What a launch takes depends on what is on its
+stream, so the step's launch is also timed alone, behind the inputs' copy, behind that copy when it is over, and behind a kernel.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any) -> R
     return {
         "call_us": call, "staged_us": staged, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": staged - replay,
         "sweep_us": written["sweep"], "call_parts_us": _with_rest(called), "staged_parts_us": _with_rest(written),
-        "behind_itself_us": busy, "by_hand_us": _by_hand(step, arena.layout(sizes, captured.padded)), "pieces": pieces, "splitting_ops_us": splits,
+        "behind_itself_us": busy, "by_hand_us": _by_hand(step, arena.layout(sizes, captured.padded)),
+        "pieces": pieces, "splitting_ops_us": splits,
         "bytes": arena.layout(sizes, captured.padded).end,
         "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
     }  # fmt: skip
