@@ -9,6 +9,7 @@ launch none of this counts, and all tiles are tried.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
 from tkernels._linear_kernels import Tile
@@ -34,24 +35,35 @@ _SPLIT = (  # with few inputs for each part, stages enough to ask for all of the
 )  # fmt: skip
 
 
+_DIRECT = ((16, 256, 8), (16, 256, 4), (16, 128, 8), (16, 128, 4), (32, 128, 8), (32, 128, 4))  # block_n, block_k, slices and warps
+
+
 def _shared(tile: Tile, weights: int, block_m: int) -> int:
-    """Bytes of shared memory that a program of a matrix tile takes for what is on its way."""
+    """Bytes of shared memory that a program of a pipelined matrix tile takes for what is on its way."""
     warpgroup = tile.block_n >= 64 and tile.slices == 1  # wgmma reads the buffer itself; else a step is in registers by then
     buffers = tile.num_stages if warpgroup else tile.num_stages - 1
     return (weights + block_m) * tile.block_k * tile.slices * 2 * buffers
 
 
+def _registers(tile: Tile, weights: int, block_m: int, k: int) -> int:
+    """32-bit registers that a thread of a direct tile takes, about: one step of weights, or two, and one of x."""
+    return 32 + (weights * min(2, tile.steps(k)) + block_m) * tile.block_k // 64
+
+
 def _holds(tile: Tile, weights: int, block_m: int, k: int) -> bool:
     """Whether shared memory and registers hold a matrix tile, and K a step of it."""
-    return (
-        _shared(tile, weights, block_m) <= _SHARED - (7 << 10)  # a norm and the epilogue take some
-        and tile.block_k * tile.slices <= 2 * k
-        and weights * block_m * tile.slices <= 16384
-    )
+    if tile.block_k * tile.slices > 2 * k:
+        return False
+    if tile.num_stages == 1:
+        return _registers(tile, weights, block_m, k) <= 216 and tile.steps(k) <= 8
+    room = _SHARED - (7 << 10)  # a norm and the epilogue take some
+    return _shared(tile, weights, block_m) <= room and weights * block_m * tile.slices <= 16384
 
 
-def _resident(tile: Tile, weights: int, block_m: int) -> int:
+def _resident(tile: Tile, weights: int, block_m: int, k: int) -> int:
     """Programs of a matrix tile that a multiprocessor holds."""
+    if tile.num_stages == 1:
+        return max(1, 65536 // (32 * tile.num_warps * _registers(tile, weights, block_m, k)))
     return max(1, min(_SHARED // (_shared(tile, weights, block_m) + 1024), 64 // tile.num_warps))
 
 
@@ -70,21 +82,18 @@ def candidates(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterato
         warps = {tile: cdiv(outputs, tile.block_n) * tile.num_warps for tile in vector}
         least = min(_VECTOR_WARPS * num_sms, max(warps.values(), default=0))
         yield from (tile for tile in vector if small or warps[tile] >= least)
-    block_m = max(16, rows)
-    matrix = [tile for sizes in _MATRIX if _holds(tile := Tile("matrix", *sizes), sizes[0] * factor, block_m, k)]
-    if variant in ("plain", "residual", "rope"):  # splits have no norm and no gate
-        matrix += [
-            tile
-            for sizes in _SPLIT
-            for splits in (2, 4, 8)
-            if _holds(tile := Tile("matrix", *sizes, splits), sizes[0], block_m, k)
-            and splits * tile.block_k * tile.slices * 2 <= k
-            and (small or cdiv(outputs, tile.block_n) < 2 * num_sms)  # else there are programs enough
-        ]
+    matrix = [Tile("matrix", *sizes) for sizes in _MATRIX]
+    if "norm" not in variant and rows <= 16:  # with more, x alone would fill the registers
+        matrix += [Tile("matrix", *sizes, sizes[2], 1) for sizes in _DIRECT]
+    if variant in ("plain", "residual", "rope") and (small or cdiv(outputs, 64) < 2 * num_sms):  # else there are programs enough
+        bases = [Tile("matrix", *sizes) for sizes in _SPLIT] + [tile for tile in matrix if tile.num_stages == 1]
+        split = [replace(tile, splits=splits) for tile in bases for splits in (2, 4, 8)]
+        matrix += [tile for tile in split if tile.splits * tile.block_k * tile.slices * (2 if tile.num_stages > 1 else 1) <= k]
+    matrix = [tile for tile in matrix if _holds(tile, tile.block_n * factor, tile.block_m(rows), k)]
     programs = {tile: cdiv(outputs, tile.block_n) * tile.splits for tile in matrix}
     least = min(ceil(_BUSY * num_sms), max((programs[tile] for tile in matrix if tile.splits == 1), default=0))
     for tile in matrix:
-        waves = programs[tile] / (num_sms * _resident(tile, tile.block_n * factor, block_m))
+        waves = programs[tile] / (num_sms * _resident(tile, tile.block_n * factor, tile.block_m(rows), k))
         full = waves <= 1 or (tile.splits == 1 and waves / ceil(waves) >= _FULL)
         if small or (programs[tile] >= least and full):
             yield tile

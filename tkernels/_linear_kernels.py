@@ -9,7 +9,20 @@ import torch
 from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
-from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
+from tkernels._linear_sums import (
+    add_parts,
+    arrive,
+    direct_sums,
+    direct_weights,
+    matrix_end,
+    matrix_sums,
+    places,
+    rounded,
+    row_sum,
+    share,
+    stream,
+    vector_sums,
+)
 from tkernels._sampling_kernels import key_of
 from tkernels._triton import cast, cdiv, tl, triton
 from tkernels.activation import activate
@@ -22,7 +35,8 @@ class Tile:
     """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows.
 
     block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart; splits: parts of K
-    that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate).
+    that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate). num_stages: of the pipeline
+    through shared memory; 1 with "matrix" goes past it ("direct"), with a slice for each warp, block_k a multiple of 32, and no norm.
     """
 
     kind: str
@@ -32,6 +46,23 @@ class Tile:
     num_warps: int
     num_stages: int
     splits: int = 1
+
+    def block_m(self, rows: int) -> int:
+        """Rows that a program computes for a call of 1 to 64."""
+        size = row_class(rows)
+        return size if self.kind == "vector" else max(8 if self.num_stages == 1 else 16, size)
+
+    def steps(self, k: int) -> int:
+        """Steps over K that are unrolled; 0: a loop."""
+        if self.kind == "vector" or self.num_stages > 1:
+            return 0
+        assert self.slices == self.num_warps > 1 and self.block_k % 32 == 0, "a table gives each warp a slice, and runs of 32 inputs"
+        return cdiv(k, self.splits * self.slices * self.block_k)
+
+    def even(self, n: int, k: int) -> bool:
+        """Whether no program has outputs or inputs past the end."""
+        part = self.block_k * self.slices * (self.splits if self.steps(k) else 1)  # a loop ends where its part does
+        return n % self.block_n == 0 and k % part == 0
 
 
 @triton.jit
@@ -111,26 +142,39 @@ def _matrix_kernel(
     rows, n, stride_xm, stride_wn, stride_rm, eps, k_total,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < n
     mask_m = offs_m < rows
-    w_rows = w_ptr + offs_n.to(tl.int64) * stride_wn
+    place = tl.program_id(0) * BLOCK_N + places(BLOCK_N, STEPS > 0)
+    w_rows = w_ptr + place.to(tl.int64) * stride_wn
     up_rows = w_rows + tl.cast(n, tl.int64) * stride_wn  # an n of 1 is a constant to Triton and has no .to
     k_begin, k_end = share(k_total, SPLITS, SLICES * BLOCK_K)
-    # The software pipeline fetches weights and x together, so before x is there the first steps' weights are only called into L2.
-    LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
-    last = tl.cast(n, tl.int64) - 1
-    prefetch_rows(w_ptr + tl.minimum(offs_n, last) * stride_wn, k_begin, k_total, LINES, PDL)
-    if GATED:
-        prefetch_rows(w_ptr + (tl.minimum(offs_n, last) + n) * stride_wn, k_begin, k_total, LINES, PDL)
-    wait(PDL)
-    acc, acc_up, squares = matrix_sums(
-        x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
-        HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
-    )  # fmt: skip
+    if STEPS > 0:
+        # The first weights are on their way before anything waits for x.
+        w = direct_weights(w_rows, place < n, k_begin, k_total, EVEN, BLOCK_K, SLICES)
+        w_up = w
+        if GATED:
+            w_up = direct_weights(up_rows, place < n, k_begin, k_total, EVEN, BLOCK_K, SLICES)
+        wait(PDL)
+        acc, acc_up, squares = direct_sums(
+            x_ptr, w_rows, up_rows, w, w_up, place < n, rows, stride_xm, k_begin, k_total,
+            GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
+        )  # fmt: skip
+    else:
+        # The software pipeline fetches weights and x together, so before x is there the first steps' weights are only called into L2.
+        LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
+        last = tl.cast(n, tl.int64) - 1
+        prefetch_rows(w_ptr + tl.minimum(offs_n, last) * stride_wn, k_begin, k_total, LINES, PDL)
+        if GATED:
+            prefetch_rows(w_ptr + (tl.minimum(offs_n, last) + n) * stride_wn, k_begin, k_total, LINES, PDL)
+        wait(PDL)
+        acc, acc_up, squares = matrix_sums(
+            x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
+            HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
+        )  # fmt: skip
     acc, acc_up, scale = matrix_end(acc, acc_up, squares, eps, k_total, HAS_NORM, SLICES)
     if SPLITS > 1:
         parts, last_of_all = arrive(acc, part_ptr, arrivals_ptr, SPLITS)
@@ -177,21 +221,20 @@ def launch(
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = row_class(rows)
-    even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
+    block_m = tile.block_m(rows)
     grid = (cdiv(n, tile.block_n),)
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
     pointers, sizes = (x, norm_weight, weight, bias, residual, y), (rows, n, *strides, eps, k)
-    flags = (norm_weight is not None, bias is not None, gated, residual is not None, even)
+    flags = (norm_weight is not None, bias is not None, gated, residual is not None, tile.even(n, k))
     if tile.kind == "vector":
         blocks = (block_m, tile.block_n, tile.block_k)
         _dependent.launch(_vector_kernel, grid, x.device, *pointers, *sizes, *flags, *blocks, num_warps=tile.num_warps)
         return
-    block_m = max(16, block_m)
     assert tile.splits == 1 or (norm_weight is None and not gated), "tables give splits to plain projections only"
+    assert tile.num_stages > 1 or norm_weight is None, "tables give direct tiles to projections without a norm only"
     _dependent.launch(
         _matrix_kernel, (*grid, tile.splits), x.device,
         *pointers, *workspace(tile, grid[0], block_m, x.device), *sizes, *flags,
-        block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits,
+        block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, tile.steps(k),
         num_warps=tile.num_warps,
     )  # fmt: skip

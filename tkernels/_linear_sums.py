@@ -101,6 +101,90 @@ def rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: tl.constexpr, HAS_NORM: t
     return cast(y, dtype)
 
 
+# Tiles without stages ("direct") load weights and x from memory straight into the registers from which tensor cores take them, with all
+# loads of a step on their way at once and nothing in shared memory. Of a fragment a thread holds, in its row, pairs of inputs that are
+# eight apart; it loads eight inputs that are neighbours. Since a sum has no order of its own, inputs are renamed within each 32: what a
+# thread has loaded is what it multiplies, for weights and x alike. Dimensions [8, SLICES, BLOCK_K / 32, rows / 8, 32] are such that
+# Triton's layout of the load gives lanes to the first and the last, warps to the slices, registers to the others.
+
+
+@triton.jit
+def places(COUNT: tl.constexpr, DIRECT: tl.constexpr):
+    """0 … COUNT - 1 as ``matrix_sums`` takes the weights' rows: [COUNT], or [8, 1, 1, COUNT / 8, 1]."""
+    if DIRECT:
+        return tl.arange(0, 8)[:, None, None, None, None] + tl.arange(0, COUNT // 8)[None, None, None, :, None] * 8
+    else:
+        return tl.arange(0, COUNT)
+
+
+@triton.jit
+def _inputs(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """The inputs of a step [1, SLICES, BLOCK_K / 32, 1, 32], neighbours last."""
+    runs = tl.arange(0, BLOCK_K // 32)[None, None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, None, :]
+    return tl.arange(0, SLICES)[None, :, None, None, None] * BLOCK_K + runs
+
+
+@triton.jit
+def direct_weights(w_rows, mask_n, k_begin, k_total, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """The weights of the step that begins at ``k_begin``."""
+    at = k_begin + _inputs(BLOCK_K, SLICES)
+    return stream(w_rows + at, mask_n & (at < k_total), EVEN)
+
+
+@triton.jit
+def _fragments(x, LEFT: tl.constexpr):
+    """What was loaded [8, SLICES, BLOCK_K / 32, rows / 8, 32] as an operand, [SLICES, rows, BLOCK_K] or with the last two exchanged."""
+    SLICES: tl.constexpr = x.shape[1]
+    ROWS: tl.constexpr = 8 * x.shape[3]
+    BLOCK_K: tl.constexpr = 32 * x.shape[2]
+    x = tl.reshape(x, (8, SLICES, BLOCK_K // 32, ROWS // 8, 4, 4, 2))
+    if LEFT:
+        return tl.reshape(tl.permute(x, (1, 3, 0, 2, 5, 4, 6)), (SLICES, ROWS, BLOCK_K))
+    else:
+        return tl.reshape(tl.permute(x, (1, 2, 5, 4, 6, 3, 0)), (SLICES, BLOCK_K, ROWS))
+
+
+@triton.jit
+def _late_zero(x_ptr, rows):
+    """0.0, of which no compiler knows before all threads have asked for what stands before: ``rows`` has no sign.
+
+    The assembler moves products up past a barrier, each to its loads, which saves registers: the loads then wait one after another.
+    """
+    tl.debug_barrier()
+    return (tl.load(x_ptr).to(tl.int16, bitcast=True).to(tl.int32) & (rows >> 31)).to(tl.float32)
+
+
+@triton.jit
+def direct_sums(
+    x_ptr, w_rows, up_rows, w, w_up, mask_n, rows, stride_xm, k_begin, k_total, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As ``matrix_sums``, over STEPS steps and without a norm; w and w_up are the first step's."""
+    place_m = places(BLOCK_M, True)
+    x_rows = x_ptr + place_m.to(tl.int64) * stride_xm
+    mask_m = place_m < rows
+    acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    up = acc
+    for step in tl.static_range(STEPS):  # unrolled: carried by a loop, 16-bit numbers would be taken out of their registers and put back
+        k = k_begin + step * (SLICES * BLOCK_K)
+        at = k + _inputs(BLOCK_K, SLICES)
+        x = tl.load(x_rows + at, mask=mask_m if EVEN else mask_m & (at < k_total), other=0.0)
+        w_next = w
+        up_next = w_up
+        if step + 1 < STEPS:
+            w_next = direct_weights(w_rows, mask_n, k + SLICES * BLOCK_K, k_total, EVEN, BLOCK_K, SLICES)
+            if GATED:
+                up_next = direct_weights(up_rows, mask_n, k + SLICES * BLOCK_K, k_total, EVEN, BLOCK_K, SLICES)
+        zero = _late_zero(x_ptr, rows)
+        x = _fragments(x, False)
+        acc = dot(_fragments(w, True), x, acc + zero)
+        if GATED:
+            up = dot(_fragments(w_up, True), x, up + zero)
+        w = w_next
+        w_up = up_next
+    return acc, up, tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)  # no squares
+
+
 @triton.jit
 def matrix_sums(
     x_ptr, norm_ptr, w_rows, up_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,

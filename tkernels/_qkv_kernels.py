@@ -11,8 +11,21 @@ import torch
 
 from tkernels import _dependent
 from tkernels._dependent import prefetch_rows, wait
-from tkernels._linear_kernels import Tile, row_class, workspace
-from tkernels._linear_sums import add_parts, arrive, matrix_end, matrix_sums, rounded, row_sum, share, stream, vector_sums
+from tkernels._linear_kernels import Tile, workspace
+from tkernels._linear_sums import (
+    add_parts,
+    arrive,
+    direct_sums,
+    direct_weights,
+    matrix_end,
+    matrix_sums,
+    places,
+    rounded,
+    row_sum,
+    share,
+    stream,
+    vector_sums,
+)
 from tkernels._rope_kernels import rotate, store_as
 from tkernels._triton import cdiv, tl, triton
 
@@ -176,22 +189,32 @@ def _matrix_qkv_kernel(
     stride_kcp, stride_kcs, stride_kch, stride_vcp, stride_vcs, stride_vch, stride_positions, stride_table, stride_slots,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr, RUN: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, NUM_STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, NUM_STAGES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = (num_heads + 2 * num_kv_heads) * HEAD_DIM
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = _column(offs_n, HEAD_DIM, ROT_DIM, RUN, INTERLEAVED)
     mask_n = offs_n < n
-    w_rows = w_ptr + column.to(tl.int64) * stride_wn
+    loaded = tl.program_id(0) * BLOCK_N + places(BLOCK_N, STEPS > 0)
+    w_rows = w_ptr + _column(loaded, HEAD_DIM, ROT_DIM, RUN, INTERLEAVED).to(tl.int64) * stride_wn
     k_begin, k_end = share(k_total, SPLITS, SLICES * BLOCK_K)
-    LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
-    prefetch_rows(w_ptr + tl.minimum(column, n - 1).to(tl.int64) * stride_wn, k_begin, k_total, LINES, PDL)
+    if STEPS > 0:
+        w = direct_weights(w_rows, loaded < n, k_begin, k_total, EVEN, BLOCK_K, SLICES)
+    else:
+        LINES: tl.constexpr = (SLICES * BLOCK_K * (2 if NUM_STAGES > 2 else 1) + 63) // 64
+        prefetch_rows(w_ptr + tl.minimum(column, n - 1).to(tl.int64) * stride_wn, k_begin, k_total, LINES, PDL)
     wait(PDL)
     position, slot = _of_token(positions_ptr, slots_ptr, stride_positions, stride_slots, rows, BLOCK_M)
-    acc, up, squares = matrix_sums(
-        x_ptr, norm_ptr, w_rows, w_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
-        HAS_NORM, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
-    )  # fmt: skip
+    if STEPS > 0:
+        acc, up, squares = direct_sums(
+            x_ptr, w_rows, w_rows, w, w, loaded < n, rows, stride_xm, k_begin, k_total,
+            False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
+        )  # fmt: skip
+    else:
+        acc, up, squares = matrix_sums(
+            x_ptr, norm_ptr, w_rows, w_rows, mask_n, rows, stride_xm, k_begin, k_end, k_total,
+            HAS_NORM, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, NUM_STAGES,
+        )  # fmt: skip
     last_of_all = True
     if SPLITS > 1:
         acc, _, scale = matrix_end(acc, up, squares, eps, k_total, HAS_NORM, SLICES)
@@ -241,23 +264,21 @@ def launch(
     pages, page_size, kv_heads, head_dim = k_cache.shape
     n, rot_dim = weight.shape[0], cos_sin.shape[1]
     run = run_length(tile, head_dim, rot_dim, interleaved)
-    block_m = row_class(rows)
-    even = n % tile.block_n == 0 and k % (tile.block_k * tile.slices) == 0
+    block_m = tile.block_m(rows)
     grid = (cdiv(n, tile.block_n),)
     pointers = (x, norm_weight, weight, bias, q, k_cache, v_cache, positions, cos_sin, slots)
     counts = (q.shape[1], kv_heads, cos_sin.shape[0], pages * page_size)
     cache_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3], positions.stride(0), cos_sin.stride(0), slots.stride(0))
-    flags = (max(page_size, 1), head_dim, rot_dim, run, interleaved, norm_weight is not None, bias is not None, even)
+    flags = (max(page_size, 1), head_dim, rot_dim, run, interleaved, norm_weight is not None, bias is not None, tile.even(n, k))
     if tile.kind == "vector":
         _dependent.launch(
             _vector_qkv_kernel, grid, x.device, *pointers, rows, x.stride(0), weight.stride(0), eps, *counts, *cache_strides, *flags,
             k, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps,
         )  # fmt: skip
         return
-    block_m = max(16, block_m)
-    assert tile.splits == 1 or norm_weight is None, "tables give splits to plain projections only"
+    assert (tile.splits == 1 and tile.num_stages > 1) or norm_weight is None, "tables give splits and direct tiles no norm"
     _dependent.launch(
         _matrix_qkv_kernel, (*grid, tile.splits), x.device,
         *pointers, *workspace(tile, grid[0], block_m, x.device), rows, x.stride(0), weight.stride(0), eps, k, *counts, *cache_strides,
-        *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, num_warps=tile.num_warps,
+        *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, tile.steps(k), num_warps=tile.num_warps,
     )  # fmt: skip

@@ -77,9 +77,13 @@ class Case:
         launch_qkv(x, weight, None, norm, _EPS, self.numbers, self.angles, k_cache, v_cache, self.numbers, False, q, tile)
 
     def norm_apart(self, y: list[torch.Tensor], weight: torch.Tensor, tile: Tile) -> None:
-        """The norm, then a rotated projection in the tile that was the best for it."""
+        """The norm, then what is fused without it in the tile that was the best for it."""
         assert self.norm is not None
-        self._rotated(y, weight, rms_norm(self.x, self.norm, _EPS), None, tile)
+        x = rms_norm(self.x, self.norm, _EPS)
+        if self.rotated_heads:
+            self._rotated(y, weight, x, None, tile)
+        else:
+            launch(x, weight, None, None, None, self.gated, _EPS, y[0], tile)
 
     def composed(self, weight: torch.Tensor) -> list[torch.Tensor]:
         """Two or three ops; with a rotation ``linear`` as it is, in the tile of its table."""
@@ -171,7 +175,7 @@ def _kernel_of(job: Job) -> tuple[Any, ...]:
         return job
     if tile.kind == "vector":
         return variant, rows, n % 256, k, tile
-    return variant, max(16, rows), n % 256, k % 16, k % (tile.block_k * tile.slices) == 0, tile
+    return variant, tile.block_m(rows), n % 256, k % 16, tile.even(tile.block_n, k), tile.steps(k), tile
 
 
 def compile_ahead(jobs: Iterable[Job], dtype: torch.dtype, device: torch.device) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 For every shape, fusion and row class each tile that may pay (``_candidates``) is checked against fp64, then timed next to the
 composition (cuBLAS and the single ops) inside one CUDA graph over weights rotated past L2; the variants take turns and the median counts.
-A tile enters the table only where it is faster than the composition. With a rotation the composition is ``linear`` and
-``rope_and_cache``, or a norm before what is fused without it, and where that wins the table says so too.
+A tile enters the table only where it is faster than the composition, with a norm also than the norm alone before what is fused without
+it. With a rotation the composition is ``linear`` and ``rope_and_cache``, and where that wins the table says so too.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def _fill(
     for variant, rows, n, k, tile in jobs:
         tiles.setdefault((variant, rows, n, k), []).extend([] if tile is None else [tile])
     for (variant, rows, n, k), tried in tiles.items():
-        rotated = table.get(("rope", rows, n, k)) if variant == "norm+rope" else None
-        row = _measure(Case(variant, rows, n, k, dtype, device, without_norm=rotated), tried)
+        without_norm = "plain" if variant == "norm" else variant.removeprefix("norm+")
+        apart = table.get((without_norm, rows, n, k)) if "norm" in variant else None
+        row = _measure(Case(variant, rows, n, k, dtype, device, without_norm=apart), tried)
         say(_line(row))
         entries.pop(_key(row), None)
         table.pop((variant, rows, n, k), None)

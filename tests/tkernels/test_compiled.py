@@ -36,7 +36,7 @@ def test_all_kernels_of_a_projection_sum_in_one_order(tmp_path: Path) -> None:
     for line in _in_another_process("orders", tmp_path).splitlines():
         tile, kernel, order = line.split("|")
         orders.setdefault(tile, {})[kernel] = order
-    assert [sorted(kernels) for kernels in orders.values()] == [["argmax", "linear", "rope"]] * 3
+    assert [sorted(kernels) for kernels in orders.values()] == [["argmax", "linear", "rope"]] * 4
     for tile, kernels in orders.items():
         assert "#" in kernels["linear"], f"{tile}: nothing was found in what the compiler gave"
         assert len(set(kernels.values())) == 1, (tile, kernels)
@@ -122,7 +122,9 @@ def _launch_all() -> None:
     for tile in (vector, matrix, sliced):
         launch(x, zeros(2, 1), zeros(2), weight, x, True, 1e-6, zeros(1, 1), tile)
         launch(x, zeros(1, 1), None, weight, None, False, 1e-6, zeros(1, 1, dtype=torch.int64), tile)
-    launch(x, zeros(1, 1), None, None, None, False, 1e-6, zeros(1, 1), Tile("matrix", 16, 32, 1, 4, 2, splits=2))
+    split, direct = Tile("matrix", 16, 32, 1, 4, 2, splits=2), Tile("matrix", 16, 32, 2, 2, 1, splits=2)
+    for tile in (split, direct):
+        launch(x, zeros(1, 1), None, None, None, False, 1e-6, zeros(1, 1), tile)
     head._best_kernel[(1,)](index, index, 1, 1, BLOCK=1024, num_warps=4)
     rmsnorm.launch(x, weight, 1e-6, 0.0, residual=x)
     rmsnorm.launch(x, weight, 1e-6, 0.0, block=16)
@@ -135,7 +137,7 @@ def _launch_all() -> None:
     heads, cache, table = zeros(1, 1, 2), zeros(1, 1, 1, 2, dtype=torch.float8_e4m3fn), zeros(1, 2, dtype=torch.float32)
     _rope_and_cache(heads, heads, heads, index, table, cache, cache, index, k_scale=one, v_scale=one)
     _rope(heads, heads, index, table, True, zeros(2), zeros(2))
-    for tile in (Tile("vector", 2, 64, 1, 4, 1), matrix, sliced, Tile("matrix", 16, 32, 1, 4, 2, splits=2)):
+    for tile in (Tile("vector", 2, 64, 1, 4, 1), matrix, sliced, split, direct):
         norm = None if tile.splits > 1 else weight
         launch_qkv(x, zeros(6, 1), zeros(6), norm, 1e-6, index, table, cache, zeros(1, 1, 1, 2), index, tile == matrix, heads, tile)
     for vocab in (1, 129):
@@ -157,13 +159,14 @@ def _launch_projections(modules: list[str]) -> None:
     x, weight, norm = torch.zeros(8, 264, dtype=torch.bfloat16)[:, :256], torch.zeros(192, 256, dtype=torch.bfloat16), torch.zeros(256)
     index, table, (k_cache, v_cache) = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 64), torch.zeros(2, 1, 8, 1, 64).bfloat16()
     # The tile's width is the length of its step: what is stored has the shape of what is loaded.
-    for tile in (Tile("matrix", 64, 64, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2), Tile("vector", 2, 256, 1, 4, 1)):
-        rows = 2 if tile.kind == "vector" else 8
+    direct = Tile("matrix", 16, 64, 4, 4, 1)
+    for tile in (Tile("matrix", 64, 64, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2), direct, Tile("vector", 2, 256, 1, 4, 1)):
+        rows, scale = 2 if tile.kind == "vector" else 8, None if tile == direct else norm
         q, y, keys = torch.zeros(rows, 1, 64).bfloat16(), torch.zeros(rows, 192).bfloat16(), torch.zeros(192, rows, dtype=torch.int64)
         modules.clear()
-        launch(x[:rows], weight, None, norm, None, False, 1e-6, y, tile)
-        launch(x[:rows], weight, None, norm, None, False, 1e-6, keys, tile)
-        launch_qkv(x[:rows], weight, None, norm, 1e-6, index, table, k_cache, v_cache, index, False, q, tile)
+        launch(x[:rows], weight, None, scale, None, False, 1e-6, y, tile)
+        launch(x[:rows], weight, None, scale, None, False, 1e-6, keys, tile)
+        launch_qkv(x[:rows], weight, None, scale, 1e-6, index, table, k_cache, v_cache, index, False, q, tile)
         for name, module in zip(("linear", "argmax", "rope"), modules, strict=True):
             print(tile, name, _order(module), sep="|")
 

@@ -12,7 +12,7 @@ from tkernels._linear_kernels import Tile
 
 TILES = [
     Tile("vector", 4, 16, 1, 1, 1), Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 16, 16, 2, 4, 2),
-    Tile("matrix", 16, 16, 1, 4, 2, splits=2),
+    Tile("matrix", 16, 16, 1, 4, 2, splits=2), Tile("matrix", 16, 32, 2, 2, 1, splits=2),
 ]  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from tkernels import _target, linear
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
-from tkernels.linear import _table as linear_table
 from tkernels.linear import choose, linear_ref
+from tkernels.linear import table_of as linear_table
 
 TILES = [
     Tile("vector", 4, 64, 1, 4, 1),
@@ -23,6 +23,8 @@ TILES = [
     Tile("matrix", 64, 32, 1, 4, 3),
     Tile("matrix", 16, 32, 1, 4, 2, splits=3),
     Tile("matrix", 16, 16, 2, 4, 2, splits=4),
+    Tile("matrix", 16, 32, 2, 2, 1),
+    Tile("matrix", 32, 64, 2, 2, 1, splits=3),
 ]
 SHAPES = [(1, 64, 128), (1, 37, 100), (2, 21, 70), (3, 16, 64), (4, 70, 129), (5, 64, 256), (17, 33, 65)]
 CASES = [(tile, *shape) for tile in TILES for shape in SHAPES if tile.kind == "matrix" or shape[0] <= 4]
@@ -46,8 +48,13 @@ def test_tiles_match_fp64(device, tile, rows, n, k, dtype):
     _close(y, exact, exact.to(dtype))
 
 
-@pytest.mark.parametrize("tile", [TILES[0], TILES[2], TILES[3]], ids=lambda t: f"{t.kind}-{t.slices}")
-@pytest.mark.parametrize("fused", ["norm", "gated", "residual", "all"])
+FUSING = [TILES[0], TILES[2], TILES[3], TILES[7]]
+FUSED = [
+    (tile, fused) for tile in FUSING for fused in ("norm", "gated", "residual", "all") if tile != TILES[7] or fused in ("gated", "residual")
+]
+
+
+@pytest.mark.parametrize(("tile", "fused"), FUSED, ids=lambda t: t if isinstance(t, str) else f"{t.kind}-{t.slices}-{t.num_stages}")
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 32, 64), (3, 21, 100)])
 def test_fusions_match_the_composition(device, tile, fused, rows, n, k):
     dtype = torch.bfloat16

@@ -124,7 +124,7 @@ def test_a_tile_that_is_tried_keeps_the_device_busy(n: int, k: int) -> None:
     for rows in ROW_CLASSES:
         for variant in ("plain", "norm", "rope", "norm+rope"):
             tiles = list(candidates(variant, rows, n, k, 132))
-            assert 3 < len(tiles) < 35 and len(set(tiles)) == len(tiles)
+            assert 3 < len(tiles) < 50 and len(set(tiles)) == len(tiles)
             assert all(-(-n // tile.block_n) * tile.splits > 0.7 * 132 for tile in tiles)
             assert all(tile.splits == 1 for tile in tiles) == ("norm" in variant)
             assert "rope" not in variant or all(tile.block_n >= 2 for tile in tiles), "a program of one output holds no partners"
