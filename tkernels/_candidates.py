@@ -45,9 +45,9 @@ def _shared(tile: Tile, weights: int, block_m: int) -> int:
     return (weights + block_m) * tile.block_k * tile.slices * 2 * buffers
 
 
-def _registers(tile: Tile, weights: int, block_m: int, k: int) -> int:
-    """32-bit registers that a thread of a direct tile takes, about: one step of weights, or two, and one of x."""
-    return 32 + (weights * min(2, tile.steps(k)) + block_m) * tile.block_k // 64
+def _registers(tile: Tile, weights: int, rows_of_x: int, k: int) -> int:
+    """32-bit registers that a thread of a direct tile takes, about: a step of weights, or two, and one of x. A norm takes what x does."""
+    return 32 + (weights * min(2, tile.steps(k)) + rows_of_x) * tile.block_k // 64
 
 
 def _holds(tile: Tile, weights: int, block_m: int, k: int) -> bool:
@@ -83,17 +83,19 @@ def candidates(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterato
         least = min(_VECTOR_WARPS * num_sms, max(warps.values(), default=0))
         yield from (tile for tile in vector if small or warps[tile] >= least)
     matrix = [Tile("matrix", *sizes) for sizes in _MATRIX]
-    if "norm" not in variant and rows <= 16:  # with more, x alone would fill the registers
+    if rows <= 16:  # with more, x alone would fill the registers
         matrix += [Tile("matrix", *sizes, sizes[2], 1) for sizes in _DIRECT]
     if variant in ("plain", "residual", "rope") and (small or cdiv(outputs, 64) < 2 * num_sms):  # else there are programs enough
         bases = [Tile("matrix", *sizes) for sizes in _SPLIT] + [tile for tile in matrix if tile.num_stages == 1]
         split = [replace(tile, splits=splits) for tile in bases for splits in (2, 4, 8)]
         matrix += [tile for tile in split if tile.splits * tile.block_k * tile.slices * (2 if tile.num_stages > 1 else 1) <= k]
-    matrix = [tile for tile in matrix if _holds(tile, tile.block_n * factor, tile.block_m(rows), k)]
+    in_registers = 2 if "norm" in variant else 1
+    block_m = {tile: tile.block_m(rows) * (in_registers if tile.num_stages == 1 else 1) for tile in matrix}
+    matrix = [tile for tile in matrix if _holds(tile, tile.block_n * factor, block_m[tile], k)]
     programs = {tile: cdiv(outputs, tile.block_n) * tile.splits for tile in matrix}
     least = min(ceil(_BUSY * num_sms), max((programs[tile] for tile in matrix if tile.splits == 1), default=0))
     for tile in matrix:
-        waves = programs[tile] / (num_sms * _resident(tile, tile.block_n * factor, tile.block_m(rows), k))
+        waves = programs[tile] / (num_sms * _resident(tile, tile.block_n * factor, block_m[tile], k))
         full = waves <= 1 or (tile.splits == 1 and waves / ceil(waves) >= _FULL)
         if small or (programs[tile] >= least and full):
             yield tile

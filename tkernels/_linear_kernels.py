@@ -36,7 +36,7 @@ class Tile:
 
     block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart; splits: parts of K
     that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate). num_stages: of the pipeline
-    through shared memory; 1 with "matrix" goes past it ("direct"), with a slice for each warp, block_k a multiple of 32, and no norm.
+    through shared memory; 1 with "matrix" goes past it ("direct"), with a slice for each warp and block_k a multiple of 32.
     """
 
     kind: str
@@ -160,8 +160,8 @@ def _matrix_kernel(
             w_up = direct_weights(up_rows, place < n, k_begin, k_total, EVEN, BLOCK_K, SLICES)
         wait(PDL)
         acc, acc_up, squares = direct_sums(
-            x_ptr, w_rows, up_rows, w, w_up, place < n, rows, stride_xm, k_begin, k_total,
-            GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
+            x_ptr, norm_ptr, w_rows, up_rows, w, w_up, place < n, rows, stride_xm, k_begin, k_total,
+            HAS_NORM, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
         )  # fmt: skip
     else:
         # The software pipeline fetches weights and x together, so before x is there the first steps' weights are only called into L2.
@@ -231,7 +231,6 @@ def launch(
         _dependent.launch(_vector_kernel, grid, x.device, *pointers, *sizes, *flags, *blocks, num_warps=tile.num_warps)
         return
     assert tile.splits == 1 or (norm_weight is None and not gated), "tables give splits to plain projections only"
-    assert tile.num_stages > 1 or norm_weight is None, "tables give direct tiles to projections without a norm only"
     _dependent.launch(
         _matrix_kernel, (*grid, tile.splits), x.device,
         *pointers, *workspace(tile, grid[0], block_m, x.device), *sizes, *flags,

@@ -156,13 +156,15 @@ def _late_zero(x_ptr, rows):
 
 @triton.jit
 def direct_sums(
-    x_ptr, w_rows, up_rows, w, w_up, mask_n, rows, stride_xm, k_begin, k_total, GATED: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, norm_ptr, w_rows, up_rows, w, w_up, mask_n, rows, stride_xm, k_begin, k_total,
+    HAS_NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """As ``matrix_sums``, over STEPS steps and without a norm; w and w_up are the first step's."""
+    """As ``matrix_sums``, over STEPS steps; w and w_up are the first step's. The squares are added up over the inputs of each slice."""
     place_m = places(BLOCK_M, True)
     x_rows = x_ptr + place_m.to(tl.int64) * stride_xm
     mask_m = place_m < rows
+    squares = tl.zeros([8, SLICES, BLOCK_M // 8], tl.float32)
     acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     up = acc
     for step in tl.static_range(STEPS):  # unrolled: carried by a loop, 16-bit numbers would be taken out of their registers and put back
@@ -175,14 +177,20 @@ def direct_sums(
             w_next = direct_weights(w_rows, mask_n, k + SLICES * BLOCK_K, k_total, EVEN, BLOCK_K, SLICES)
             if GATED:
                 up_next = direct_weights(up_rows, mask_n, k + SLICES * BLOCK_K, k_total, EVEN, BLOCK_K, SLICES)
+        norm = x
+        if HAS_NORM:  # by each row on its own: where x's row is
+            norm = tl.load(norm_ptr + (at + place_m * 0), mask=at < k_total, other=0.0)
         zero = _late_zero(x_ptr, rows)
+        if HAS_NORM:
+            x, square = _weighted(x, norm, 0.0)
+            squares += tl.sum(tl.sum(square, 4), 2)
         x = _fragments(x, False)
         acc = dot(_fragments(w, True), x, acc + zero)
         if GATED:
             up = dot(_fragments(w_up, True), x, up + zero)
         w = w_next
         w_up = up_next
-    return acc, up, tl.zeros([SLICES, BLOCK_K, BLOCK_M], tl.float32)  # no squares
+    return acc, up, tl.reshape(tl.permute(squares, (1, 2, 0)), (SLICES, 1, BLOCK_M))
 
 
 @triton.jit

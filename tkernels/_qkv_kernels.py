@@ -207,8 +207,8 @@ def _matrix_qkv_kernel(
     position, slot = _of_token(positions_ptr, slots_ptr, stride_positions, stride_slots, rows, BLOCK_M)
     if STEPS > 0:
         acc, up, squares = direct_sums(
-            x_ptr, w_rows, w_rows, w, w, loaded < n, rows, stride_xm, k_begin, k_total,
-            False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
+            x_ptr, norm_ptr, w_rows, w_rows, w, w, loaded < n, rows, stride_xm, k_begin, k_total,
+            HAS_NORM, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STEPS,
         )  # fmt: skip
     else:
         acc, up, squares = matrix_sums(
@@ -276,7 +276,7 @@ def launch(
             k, block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps,
         )  # fmt: skip
         return
-    assert (tile.splits == 1 and tile.num_stages > 1) or norm_weight is None, "tables give splits and direct tiles no norm"
+    assert tile.splits == 1 or norm_weight is None, "tables give splits to plain projections only"
     _dependent.launch(
         _matrix_qkv_kernel, (*grid, tile.splits), x.device,
         *pointers, *workspace(tile, grid[0], block_m, x.device), rows, x.stride(0), weight.stride(0), eps, k, *counts, *cache_strides,

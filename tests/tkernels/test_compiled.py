@@ -119,7 +119,7 @@ def _launch_all() -> None:
     one, index = zeros(1, dtype=torch.float32), zeros(1, dtype=torch.int64)
     x, weight = zeros(1, 1), zeros(1)
     vector, matrix, sliced = Tile("vector", 1, 64, 1, 4, 1), Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 16, 32, 2, 4, 2)
-    for tile in (vector, matrix, sliced):
+    for tile in (vector, matrix, sliced, Tile("matrix", 16, 32, 2, 2, 1)):
         launch(x, zeros(2, 1), zeros(2), weight, x, True, 1e-6, zeros(1, 1), tile)
         launch(x, zeros(1, 1), None, weight, None, False, 1e-6, zeros(1, 1, dtype=torch.int64), tile)
     split, direct = Tile("matrix", 16, 32, 1, 4, 2, splits=2), Tile("matrix", 16, 32, 2, 2, 1, splits=2)
@@ -159,14 +159,14 @@ def _launch_projections(modules: list[str]) -> None:
     x, weight, norm = torch.zeros(8, 264, dtype=torch.bfloat16)[:, :256], torch.zeros(192, 256, dtype=torch.bfloat16), torch.zeros(256)
     index, table, (k_cache, v_cache) = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 64), torch.zeros(2, 1, 8, 1, 64).bfloat16()
     # The tile's width is the length of its step: what is stored has the shape of what is loaded.
-    direct = Tile("matrix", 16, 64, 4, 4, 1)
-    for tile in (Tile("matrix", 64, 64, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2), direct, Tile("vector", 2, 256, 1, 4, 1)):
-        rows, scale = 2 if tile.kind == "vector" else 8, None if tile == direct else norm
+    direct, vector = Tile("matrix", 16, 64, 4, 4, 1), Tile("vector", 2, 256, 1, 4, 1)
+    for tile in (Tile("matrix", 64, 64, 1, 4, 2), Tile("matrix", 16, 16, 4, 4, 2), direct, vector):
+        rows = 2 if tile.kind == "vector" else 8
         q, y, keys = torch.zeros(rows, 1, 64).bfloat16(), torch.zeros(rows, 192).bfloat16(), torch.zeros(192, rows, dtype=torch.int64)
         modules.clear()
-        launch(x[:rows], weight, None, scale, None, False, 1e-6, y, tile)
-        launch(x[:rows], weight, None, scale, None, False, 1e-6, keys, tile)
-        launch_qkv(x[:rows], weight, None, scale, 1e-6, index, table, k_cache, v_cache, index, False, q, tile)
+        launch(x[:rows], weight, None, norm, None, False, 1e-6, y, tile)
+        launch(x[:rows], weight, None, norm, None, False, 1e-6, keys, tile)
+        launch_qkv(x[:rows], weight, None, norm, 1e-6, index, table, k_cache, v_cache, index, False, q, tile)
         for name, module in zip(("linear", "argmax", "rope"), modules, strict=True):
             print(tile, name, _order(module), sep="|")
 

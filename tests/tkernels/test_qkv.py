@@ -84,13 +84,9 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.shape == want.shape and torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
 
 
-def _normed(tile: Tile) -> bool:
-    return tile.splits == 1 and (tile.kind == "vector" or tile.num_stages > 1)
-
-
 def _use(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
-    """``tile`` for every call of at most 64 rows without a norm, and with one unless it splits or is direct."""
-    pick = lambda target, dtype, variant, *shape: None if tile is None or ("norm" in variant and not _normed(tile)) else tile
+    """``tile`` for every call of at most 64 rows without a norm, and with one unless it splits."""
+    pick = lambda target, dtype, variant, *shape: None if tile is None or ("norm" in variant and tile.splits > 1) else tile
     monkeypatch.setattr(importlib.import_module("tkernels.linear"), "choose", pick)
     _repeats.forget()
 
@@ -105,7 +101,7 @@ def _forgotten() -> Iterator[None]:
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kind}-{t.block_n}-{t.slices}-{t.num_stages}-{t.splits}")
 def test_bits_are_those_of_the_two_kernels(tile: Tile, shape: tuple[int, ...], interleaved: bool, device: torch.device) -> None:
     for rows in (1, 2, 3) if tile.kind == "vector" else (7, 9) if tile.num_stages == 1 else (17,):
-        case = _case(rows, shape, device, bias=rows != 2, norm=_normed(tile) and rows != 1, k=72)
+        case = _case(rows, shape, device, bias=rows != 2, norm=tile.splits == 1 and rows != 1, k=72)
         ours, theirs = case.empty(), case.empty()
         x, weight, bias, norm, *rest = case.arguments(ours)
         q = torch.full((rows, shape[0], shape[2]), float("nan"), dtype=x.dtype, device=device)
