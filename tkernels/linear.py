@@ -4,9 +4,10 @@
 
 norm is an RMSNorm or nothing, act is silu(gate) · up over the two halves of the outputs or nothing. With 1 to 64 rows a
 projection is bound by reading its weights, and between two of them the launches of norms and activations cost more than their
-work. Two kernels stream weights, on the CUDA cores or on tensor cores, and the latter through shared memory or past it; which one, with which tile, or cuBLAS after all, is read from a table measured on the device
-(``tables/linear_<arch>.json``, made by ``python -m tkernels tune``). What the table does not hold is composed from cuBLAS and
-the single ops, so the answer never depends on a guess.
+work. Two kernels stream weights, for the CUDA cores or for tensor cores, the latter through shared memory or past it. Which one, with
+which tile, or cuBLAS after all, is read from a table measured on the device (``tables/linear_<arch>.json``, made by
+``python -m tkernels tune``). What the table does not hold is composed from cuBLAS and the single ops, so the answer never depends on a
+guess.
 
 The projection and the activation are rounded to x's dtype as in the composition. A fused norm multiplies x by its weight first and
 scales the sums afterwards, so the normalised x itself is never rounded; in fp16 only where that product is kept in fp32, since it may
