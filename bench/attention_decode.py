@@ -21,12 +21,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error
 from bench.attention_sweep import TITLE, by_batch, by_length
 from bench.harness import write_results
+from bench.plan_sizes import read_trace
+from tkernels import _dependent
 from tkernels._target import target_of
+from tkernels.attention import decode_sm90
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention._tiles import DecodeTiles, PrefillTiles, prefill_tiles
+from tkernels.attention._tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
 from tkernels.attention.cascade import cascade_attention
 from tkernels.attention.decode import QUERY_LEN, decode
 from tkernels.attention.merge import merge
+from tkernels.attention.paged import launch
 from tkernels.attention.prefix import prefix, splits_of
 from tkernels.attention.ref import paged_attention_ref
 
@@ -59,7 +63,7 @@ _PREFIX_SWEEP = {
 
 
 def ours(batch: Batch, tiles: DecodeTiles | None = None, **keywords: Any) -> Any:
-    """call(i) -> out: the launches of paged_attention for a decode bucket, without the op around them."""
+    """call(i) -> out: the launches of paged_attention for a decode bucket, without the op around them; of decode.py, with ``tiles``."""
     longest = int((batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).max())
     out = torch.full_like(batch.q, float("nan"))
     window, softcap, sinks = keywords.get("window", 0), keywords.get("softcap", 0.0), keywords.get("sinks")
@@ -67,10 +71,35 @@ def ours(batch: Batch, tiles: DecodeTiles | None = None, **keywords: Any) -> Any
 
     def call(i: int) -> torch.Tensor:
         inputs = check_inputs(*batch.arguments(i), batch.q.shape[-1] ** -0.5, True, window, softcap, sinks, *scales, 1.0)
-        decode(inputs, out, None, 1 if longest == 1 else QUERY_LEN, tiles)
+        if tiles is None:
+            launch(inputs, out, None, longest)
+        else:
+            decode(inputs, out, None, 1 if longest == 1 else QUERY_LEN, tiles)
         return out
 
     return call
+
+
+def twin(batch: Batch, **keywords: Any) -> Any:
+    """``ours`` for several query tokens by the plain Triton kernel."""
+    q, k_cache = batch.q, batch.k_cache
+    rows = QUERY_LEN * q.shape[1] // k_cache.shape[2]
+    return ours(batch, decode_tiles(target_of(q.device).arch, q.shape[2], k_cache.element_size(), rows, len(batch.seq_lens)), **keywords)
+
+
+def taken(batch: Batch) -> bool:
+    """Whether the Gluon kernel computes sequences of several query tokens."""
+    inputs = check_inputs(*batch.arguments(0), 1.0, True, 0, 0.0, None, None, None, 1.0)
+    return decode_sm90.refusal(inputs, target_of(batch.q.device).arch) is None
+
+
+def dependent(call: Any, number: int) -> torch.cuda.CUDAGraph:
+    """A graph of dependent launches: each begins while the one before ends."""
+    _dependent.enable(True)
+    try:
+        return capture(call, number)
+    finally:
+        _dependent.enable(False)
 
 
 def sdpa(batch_size: int, length: int, copies: int) -> dict[str, Any]:
@@ -114,6 +143,8 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
              cache_dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
     batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
     calls = {"ours": ours(batch, **keywords)}
+    if query > 1 and taken(batch):
+        calls["plain Triton"] = twin(batch, **keywords)
     for label, choice in (sweep or {}).items():
         calls[label] = ours(batch, choice, **keywords)
     errors = {label: check(batch, call, **keywords) for label, call in calls.items()}
@@ -121,6 +152,7 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
         calls |= sdpa(*peer, len(batch.tables))
     number = 10 if batch.kv_bytes > 64 << 20 else 20
     graphs = {label: capture(call, number) for label, call in calls.items()}
+    graphs["ours, dependent"] = dependent(calls["ours"], number)
     times = interleaved(graphs, number)
     floor = batch.kv_bytes / READ_BANDWIDTH * 1e6
     result = {"case": name, "us": times, "error": errors, "floor_us": floor, "kv_bytes": batch.kv_bytes}
@@ -219,6 +251,8 @@ def main() -> None:
     if "mixed" in cases:
         lens = [int(math.exp(random.uniform(math.log(64), math.log(16384)))) for _ in range(64)]
         note(run_case("64 log-uniform", lens, sweep=sweep))
+        lens = [request.prompt + random.randint(1, request.generated) for request in random.sample(read_trace(), 64)]
+        note(run_case("64 of the trace", lens, sweep=sweep))
     if "fp8" in cases:
         for b, n in ((1, 131072), (32, 4096), (128, 8192)):
             note(run_case(f"fp8 {b} x {n}", [n] * b, cache_dtype=torch.float8_e4m3fn, sweep=sweep))

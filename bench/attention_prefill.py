@@ -22,7 +22,8 @@ from bench.harness import write_results
 from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import PrefillTiles
-from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
+from tkernels.attention.decode import QUERY_LEN
+from tkernels.attention.paged import launch_decode
 from tkernels.attention.prefill import prefill
 from tkernels.attention.prefill_sm90 import prefill_sm90, refusal
 from tkernels.attention.ref import paged_attention_ref
@@ -53,7 +54,7 @@ def ours(batch: Batch, launch: Callable[..., Any], with_decode: bool = False, **
         inputs = checked(batch, i)
         launch(inputs, out, None, QUERY_LEN + 1, **keywords)
         if with_decode:
-            decode_of_mixed(inputs, out, None)
+            launch_decode(inputs, out, None, QUERY_LEN + 1)
         return out
 
     return call
@@ -147,7 +148,7 @@ def run_mixed(chunks: list[int], rows: int, length: int, options: argparse.Names
     out = torch.empty_like(alone.q)
 
     def decode_rows(i: int) -> torch.Tensor:
-        decode(checked(alone, i), out, None, 1)
+        launch_decode(checked(alone, i), out, None, 1)
         return out
 
     calls: dict[str, Call] = {"rows": decode_rows}

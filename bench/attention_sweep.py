@@ -23,7 +23,7 @@ from bench.attention_common import Batch, capture, relative_error
 from bench.harness import interleaved_us
 from tkernels._triton import cdiv, next_power_of_2
 from tkernels.attention._inputs import check_inputs
-from tkernels.attention.decode import decode
+from tkernels.attention.paged import launch
 from tkernels.attention.ref import paged_attention_ref
 
 Point = tuple[int, int]  # sequences of one query token, keys of each
@@ -74,7 +74,7 @@ def _calls(cache: Batch, points: Iterable[Point]) -> Calls:
 def _call(given: tuple[torch.Tensor, ...], out: torch.Tensor) -> Callable[[], torch.Tensor]:
     def call() -> torch.Tensor:
         inputs = check_inputs(*given, out.shape[-1] ** -0.5, True, 0, 0.0, None, None, None, 1.0)  # type: ignore[arg-type]
-        decode(inputs, out, None, 1)
+        launch(inputs, out, None, 1)
         return out
 
     return call

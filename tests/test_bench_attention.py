@@ -23,7 +23,7 @@ def by_reference(x, out, lse, queries) -> None:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Batch:
-    monkeypatch.setattr(attention_sweep, "decode", by_reference)
+    monkeypatch.setattr(attention_sweep, "launch", by_reference)
     pages, heads, dim, seqs = 40, 4, 16, 5
     k_cache, v_cache = torch.randn(2, pages, 4, 2, dim).unbind(0)
     tables = [torch.randperm(pages, dtype=torch.int32)[:30].view(5, 6)]
@@ -56,10 +56,10 @@ def test_points_are_checked_and_a_wrong_one_is_not_timed(cache: Batch, monkeypat
         by_reference(inputs, out, lse, queries)
         out[-1, -1] += 0.5
 
-    monkeypatch.setattr(attention_sweep, "decode", wrong)
+    monkeypatch.setattr(attention_sweep, "launch", wrong)
     with pytest.raises(AssertionError, match="wrong at 3 x 17"):
         measure(cache, [(3, 17)], rounds=1)
-    monkeypatch.setattr(attention_sweep, "decode", lambda *_: None)
+    monkeypatch.setattr(attention_sweep, "launch", lambda *_: None)
     ((call, given),) = attention_sweep._calls(cache, [(2, 9)])[2, 9][:1]
     with pytest.raises(AssertionError, match="wrong at 2 x 9"):
         check(call, given)

@@ -15,7 +15,7 @@ from tkernels import tune as tuning
 from tkernels._linear_kernels import ROW_CLASSES
 from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
-from tkernels.attention import prefill_sm90
+from tkernels.attention import decode_sm90, prefill_sm90
 
 
 def info() -> None:
@@ -34,8 +34,9 @@ def info() -> None:
     )
     print(f"ops run {runs}")
     print(f"ops     {', '.join(sorted(_ops()))}")
-    absent = prefill_sm90.absence(target.arch)
-    print(f"gluon   prefill kernel {f'not in use: {absent}' if absent else 'in use where it applies'}")
+    for name, kernel in (("prefill", prefill_sm90), ("decode", decode_sm90)):
+        absent = kernel.absence(target.arch)
+        print(f"gluon   {name} kernel {f'not in use: {absent}' if absent else 'in use where it applies'}")
     print(f"pdl     dependent launch of captured kernels: {_dependent.state(target.arch)}")
     for name, archs in _tables().items():
         others = ", ".join(f"{arch} ({count} entries)" for arch, count in archs.items() if arch != target.arch)

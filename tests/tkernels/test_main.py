@@ -12,7 +12,7 @@ import torch
 
 from tkernels import __main__ as command
 from tkernels._target import target_of
-from tkernels.attention import prefill_sm90
+from tkernels.attention import decode_sm90, prefill_sm90
 
 TABLES = Path(command.__file__).parent / "tables"
 
@@ -24,8 +24,9 @@ def test_info_names_device_versions_ops_and_tables(device: torch.device, capsys:
     assert ("multiprocessors" if device.type == "cuda" else f"{torch.get_num_threads()} threads") in out.splitlines()[0]
     assert arch in out.splitlines()[0] and f"torch   {torch.__version__}" in out
     assert "rms_norm" in out and "paged_attention_out" in out
-    line = next(line for line in out.splitlines() if line.startswith("gluon   prefill "))
-    assert ("not in use: " in line) == (prefill_sm90.absence(arch) is not None), line
+    for kernel, module in (("prefill", prefill_sm90), ("decode", decode_sm90)):
+        line = next(line for line in out.splitlines() if line.startswith(f"gluon   {kernel} "))
+        assert ("not in use: " in line) == (module.absence(arch) is not None), line
     for name in ("linear", "attention"):
         line = next(line for line in out.splitlines() if line.startswith(f"table   {name}: "))
         assert ("in use" in line) == (arch in command._tables()[name]), line

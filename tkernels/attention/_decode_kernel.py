@@ -74,6 +74,23 @@ def _fold(part_ptrs, state_ptrs, leaves, mask_m, BRANCH: tl.constexpr, ROWS: tl.
     return m3, l3, acc3
 
 
+@triton.jit
+def _zero_rows(
+    out_ptr, lse_ptr, tail, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh,
+    HEADS: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op."""
+    offs_d = tl.arange(0, BLOCK_D)
+    row = tail + tl.program_id(0)
+    while row < num_tokens:
+        for h in range(HEADS):
+            out_row = out_ptr + row.to(tl.int64) * stride_ot + h * stride_oh
+            tl.store(out_row + offs_d, tl.zeros([BLOCK_D], out_ptr.dtype.element_ty), mask=offs_d < DIM)
+            if HAS_LSE:
+                tl.store(lse_ptr + row.to(tl.int64) * stride_lt + h * stride_lh, float("-inf"))
+        row += tl.num_programs(0)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window", "stride_bt"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
@@ -82,8 +99,8 @@ def decode_kernel(
     stride_bt, stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_ot, stride_oh, stride_lt, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    MIN_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
-    RANGES: tl.constexpr, UNIT: tl.constexpr,
+    MIN_QUERIES: tl.constexpr, QUERIES: tl.constexpr, BESIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEQS: tl.constexpr, RANGES: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
     LEAVES: tl.constexpr, LEAVES_MULTI: tl.constexpr, BRANCH: tl.constexpr, BY_RANGE: tl.constexpr,
@@ -105,8 +122,12 @@ def decode_kernel(
     lengths = tl.minimum(tl.maximum(tl.load(lens_ptr + seqs, mask=live, other=0), 0), capacity)
     _, shares, leaves = _plan(lengths, query_lens, window, HAS_WINDOW, BLOCK_N, LEAVES, LEAVES_MULTI)
     shares = tl.where((query_lens >= MIN_QUERIES) & (query_lens <= QUERIES), shares, 0)
-    if MIN_QUERIES > 1:  # mostly there are none, and filling the pipeline of the loop below with nothing takes as long as a short launch
+    if BESIDE:  # perhaps there are none, and filling the pipeline of the loop below with nothing takes as long as a short launch
         if tl.max(shares, 0) == 0:
+            if MIN_QUERIES == 1:
+                _zero_rows(
+                    out_ptr, lse_ptr, tail, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, BLOCK_D, DIM, HAS_LSE
+                )  # fmt: skip
             return
     ends = tl.cumsum(shares, 0)
     begins = ends - shares
@@ -315,14 +336,7 @@ def decode_kernel(
         closed_s, closed_base, closed_leaf = s, base, leaf
         closed_share = tl.where(base + share > x_end, share, 0)
 
-    # rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op
-    row = tail + pid
-    if MIN_QUERIES > 1:  # the launch for the sequences of one query does that
-        row = num_tokens
-    while row < num_tokens:
-        for h in range(KV_HEADS * GROUP):
-            out_row = out_ptr + row.to(tl.int64) * stride_ot + h * stride_oh
-            tl.store(out_row + offs_d, tl.zeros([BLOCK_D], out_ptr.dtype.element_ty), mask=mask_d)
-            if HAS_LSE:
-                tl.store(lse_ptr + row.to(tl.int64) * stride_lt + h * stride_lh, float("-inf"))
-        row += tl.num_programs(0)
+    if MIN_QUERIES == 1:
+        _zero_rows(
+            out_ptr, lse_ptr, tail, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, BLOCK_D, DIM, HAS_LSE
+        )  # fmt: skip

@@ -41,12 +41,14 @@ _BRANCH = 8  # leaves per branch; _LEAVES / _BRANCH branches per row
 
 
 def decode(
-    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None, min_queries: int = 1
-) -> None:
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None, min_queries: int = 1,
+    beside: bool = False,
+) -> None:  # fmt: skip
     """Write the rows of every sequence with ``min_queries`` to ``queries`` query tokens; with min_queries 1 also zeros into the rows of
     no sequence.
 
     inputs: of at least one sequence. queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
+    beside: another launch takes other sequences, so there may be none for this one.
     """
     x = inputs
     target = target_of(out.device)
@@ -78,7 +80,7 @@ def decode(
         x.stride_table, *(s // unit for t in (x.q, x.k_cache, x.v_cache) for s in t.stride()[:-1]),
         out.stride(0), out.stride(1), stride_lt, stride_lh,
         KV_HEADS=kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=block_d, PAGE=x.page_size,
-        MIN_QUERIES=min_queries, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=next_power_of_2(x.num_seqs),
+        MIN_QUERIES=min_queries, QUERIES=queries, BESIDE=beside, BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=next_power_of_2(x.num_seqs),
         RANGES=ranges, UNIT=unit,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
@@ -105,5 +107,5 @@ def decode_of_mixed(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None)
     Such a batch has many sequences of one query token, which cost a third more among the columns that eight would take, and few of 2 to 8
     (the ends of prompts), mostly none: then their launch ends at once.
     """
-    decode(inputs, out, lse, QUERY_LEN, min_queries=2)
-    decode(inputs, out, lse, 1)
+    decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True)
+    decode(inputs, out, lse, 1, beside=True)

@@ -22,7 +22,7 @@ from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
 from tkernels import _counters, _repeats
-from tkernels.attention import paged, prefill_sm90
+from tkernels.attention import _sm90, paged, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +47,7 @@ def call(page_size: int = 16, dim: int = 64, dtype: torch.dtype = torch.bfloat16
 
 @pytest.fixture
 def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_sm90, "_gluon_problem", lambda: None)
+    monkeypatch.setattr(_sm90, "gluon_problem", lambda: None)
 
 
 @pytest.mark.usefixtures("_gluon_compiles")

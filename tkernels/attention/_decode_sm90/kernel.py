@@ -1,0 +1,99 @@
+"""The Gluon kernel of decode_sm90.py, one function a role. Triton's interpreter cannot run it: decode.py is its twin and its oracle.
+
+A program (one per multiprocessor) is four roles that work on a stream of segments, a segment being consecutive blocks of one sequence
+for one KV head:
+
+- the scheduler (one warp) finds the program's range, cuts it into segments, writes what the others must know about each into shared
+  memory and loads its queries;
+- two loaders (one warp each) stream the K and the V blocks through rings of stages by TMA;
+- the consumer (four warps) computes, and folds what a cut sequence has left in the workspace.
+
+Handshakes as in _prefill_sm90/kernel.py: mbarriers for what TMA fills and for segments, named barriers for stages that are given back.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tkernels.attention._decode_sm90.consumer import consumer
+from tkernels.attention._decode_sm90.loader import loader
+from tkernels.attention._decode_sm90.scheduler import scheduler
+from tkernels.attention._decode_sm90.shared import (
+    FIELDS,
+    FIRST_BARRIER,
+    Q_STAGES,
+    ROWS,
+    SEGMENT_STAGES,
+    Segments,
+    Stages,
+    wait_for_previous,
+)
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
+def decode_sm90_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    part_ptr, state_ptr, arrivals_ptr,
+    num_seqs, capacity, window, qk_scale, softcap, v_factor, stride_ks, stride_vs,
+    stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
+    DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, SLOT_ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, ROWS, DIM], layout)
+    k_blocks = gl.allocate_shared_memory(DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
+    v_blocks = gl.allocate_shared_memory(DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    segment_full = gl.allocate_shared_memory(gl.int64, [SEGMENT_STAGES, 1], barrier)
+    segment_empty = gl.allocate_shared_memory(gl.int64, [SEGMENT_STAGES, 1], barrier)
+    words = gl.allocate_shared_memory(gl.int32, [SEGMENT_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=1)
+    for stage in gl.static_range(SEGMENT_STAGES):
+        mbarrier.init(segment_full.index(stage), count=1)
+        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
+    for stage in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+    fence_async_shared()
+    segments = Segments(words, segment_full, segment_empty)
+    ks = Stages(k_blocks, k_full)
+    vs = Stages(v_blocks, v_full)
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (
+                    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr,
+                    qk_scale, softcap, v_factor, window, stride_ks, stride_vs, stride_ot, stride_oh, stride_lt, stride_lh,
+                    q_shared, q_full, q_empty, ks, vs, segments,
+                    KV_HEADS, GROUP, GROUP_ROWS, SLOT_ROWS, HEAD_DIM, DIM, BLOCK_N, DTYPE, K_STAGES, V_STAGES, LEAVES,
+                    CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
+                ),
+            ),
+            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, K_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, V_STAGES, DIM, PAGE, BLOCK_N)),
+            (
+                scheduler,
+                (
+                    q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
+                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, HAS_WINDOW,
+                ),
+            ),
+        ],
+        [1, 1, 1],
+        [64, 64, 64],  # registers a thread; the consumer takes what it needs
+    )  # fmt: skip

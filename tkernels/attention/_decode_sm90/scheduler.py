@@ -1,0 +1,118 @@
+"""The scheduler: which blocks of which sequence are next."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tkernels.attention._decode_sm90.shared import (
+    FIELDS,
+    MIN_QUERIES,
+    Q_STAGES,
+    QUERIES,
+    SEGMENT_STAGES,
+    SEQS,
+    make_ranges,
+    plan,
+    put_word,
+    range_begin,
+    range_of,
+)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _shares(
+    cu_ptr, lens_ptr, first, num_seqs, capacity, window,
+    HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr,
+):  # fmt: skip
+    """Blocks of the sequences ``first`` to ``first + SEQS``; none of those with other than MIN_QUERIES to QUERIES query tokens."""
+    s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
+    live = s < num_seqs
+    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
+    length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
+    _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
+    return gl.where((query_len >= MIN_QUERIES) & (query_len <= QUERIES), blocks, 0)
+
+
+@gluon.jit
+def scheduler(
+    q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Ranges of the blocks of one KV head, all sequences one after another; a program takes its own.
+    A range is cut into segments, a part of one sequence each, and both of its ends move up to the next end of a leaf."""
+    total = 0
+    for first in range(0, num_seqs, SEQS):
+        shares = _shares(cu_ptr, lens_ptr, first, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+        total += gl.sum(shares, 0)
+    ranges = make_ranges(total, PROGRAMS)
+    # a cursor: ``passed`` blocks lie before the SEQS sequences at ``group``
+    group = 0
+    passed = 0
+    k = 0
+    for item in range(gl.program_id(0), PROGRAMS * KV_HEADS, gl.num_programs(0)):
+        j = item // KV_HEADS
+        head = item - j * KV_HEADS
+        x = range_begin(ranges, j)
+        stop = range_begin(ranges, j + 1)
+        if x < passed:
+            group = 0
+            passed = 0
+        while x < stop:
+            shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+            here = gl.sum(shares, 0)
+            while x >= passed + here:
+                passed += here
+                group += SEQS
+                shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+                here = gl.sum(shares, 0)
+            ends = gl.associative_scan(shares, 0, _add)
+            before = ends <= x - passed
+            s = group + gl.sum(before.to(gl.int32), 0)
+            base = passed + gl.max(gl.where(before, ends, 0), 0)
+            first_row = gl.load(cu_ptr + s)
+            query_len = gl.load(cu_ptr + s + 1) - first_row
+            length = gl.minimum(gl.maximum(gl.load(lens_ptr + s), 0), capacity)
+            first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
+            begin = gl.minimum((x - base + leaf - 1) & -leaf, share)
+            end = gl.minimum((stop - base + leaf - 1) & -leaf, share)
+            if end > begin:
+                stage = k % SEGMENT_STAGES
+                mbarrier.wait(segments.empty.index(stage), ((k // SEGMENT_STAGES) & 1) ^ 1)
+                put_word(segments, stage, 0, end - begin)
+                put_word(segments, stage, 1, first_block + begin)
+                put_word(segments, stage, 2, head)
+                put_word(segments, stage, 3, s * stride_bt)
+                put_word(segments, stage, 4, length)
+                put_word(segments, stage, 5, first_row)
+                put_word(segments, stage, 6, query_len)
+                put_word(segments, stage, 7, begin)
+                put_word(segments, stage, 8, share)
+                put_word(segments, stage, 9, leaf)
+                owner = s
+                if BY_RANGE:
+                    owner = range_of(ranges, base)
+                put_word(segments, stage, 10, owner)
+                mbarrier.arrive(segments.full.index(stage), count=1)
+                q_stage = k % Q_STAGES
+                mbarrier.wait(q_empty.index(q_stage), ((k // Q_STAGES) & 1) ^ 1)
+                mbarrier.expect(q_full.index(q_stage), QUERIES * GROUP_ROWS * DIM * 2)
+                to = q_shared.index(q_stage)
+                if to.shape[0] > QUERIES * GROUP_ROWS:
+                    to = to.slice(0, QUERIES * GROUP_ROWS)
+                tma.async_copy_global_to_shared(q_desc, [first_row, head * GROUP, 0], q_full.index(q_stage), to)
+                k += 1
+            x = base + share
+    stage = k % SEGMENT_STAGES
+    mbarrier.wait(segments.empty.index(stage), ((k // SEGMENT_STAGES) & 1) ^ 1)
+    for field in gl.static_range(FIELDS):  # no blocks: the roles end, and what else they read before they know that is zero
+        put_word(segments, stage, field, 0)
+    mbarrier.arrive(segments.full.index(stage), count=1)

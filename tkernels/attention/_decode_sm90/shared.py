@@ -1,0 +1,131 @@
+"""What the roles of the kernel share: sizes, the rings, their handshakes, the tree of a sequence, where the work is cut."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
+MIN_QUERIES = gl.constexpr(2)
+QUERIES = gl.constexpr(8)
+SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
+SEGMENT_STAGES = gl.constexpr(4)  # segments that the scheduler may be ahead, and one that the consumer is at
+FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
+Q_STAGES = gl.constexpr(2)
+HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
+FIRST_BARRIER = gl.constexpr(8)  # named barriers below it belong to the compiler (0, 1 and one a role)
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a role; its name since triton 3.7, and before
+
+
+class Segments(NamedTuple):
+    """The ring of segment descriptions: FIELDS words each, filled by the scheduler, read by the others."""
+
+    words: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Stages(NamedTuple):
+    """A ring of K or V blocks. ``full`` is TMA's; stage i is given back at named barrier ``first + i``."""
+
+    blocks: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+class Ranges(NamedTuple):
+    """Equal, contiguous ranges of the blocks of a KV head; the first ``larger`` ones have one block more."""
+
+    total: gl.tensor
+    quota: gl.tensor
+    larger: gl.tensor
+
+
+@gluon.jit
+def wait_for_previous(PDL: gl.constexpr):
+    """``wait`` of tkernels/_dependent.py."""
+    if PDL:
+        threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r",
+            [gl.full([32 * gl.num_warps()], 0, gl.int32, threads)], gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _named_barrier(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def meet(kind: gl.constexpr, barrier):
+    """bar.arrive or bar.sync at a named barrier, whose number may be a run-time value."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    number = gl.full([32 * gl.num_warps()], 0, gl.int32, layout) + barrier
+    gl.inline_asm_elementwise(_named_barrier(kind, HANDSHAKE), "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def get_word(segments, stage, field: gl.constexpr):
+    return gl.sum(segments.words.index(stage * FIELDS + field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def put_word(segments, stage, field: gl.constexpr, value):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    segments.words.index(stage * FIELDS + field).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
+def wait_segment(segments, k):
+    """The stage of the ring where segment k lies now."""
+    stage = k % SEGMENT_STAGES
+    mbarrier.wait(segments.full.index(stage), (k // SEGMENT_STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def plan(length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr):
+    """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
+
+    An empty sequence counts as one block: someone has to write its zeros.
+    """
+    first = length * 0
+    if HAS_WINDOW:
+        first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
+    blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
+    leaf = (blocks - 1) // LEAVES
+    leaf |= (blocks > 16).to(gl.int32)  # leaves of one block only where a short sequence alone needs all the programs
+    # rounded up to a power of two
+    leaf |= leaf >> 1
+    leaf |= leaf >> 2
+    leaf |= leaf >> 4
+    leaf |= leaf >> 8
+    leaf |= leaf >> 16
+    return first, blocks, leaf + 1
+
+
+@gluon.jit
+def make_ranges(total, PROGRAMS: gl.constexpr):
+    """As few ranges as keep the longest as short: sequences of one length then end where ranges do, and none is cut."""
+    longest = gl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
+    used = gl.maximum((total + longest - 1) // longest, 1)
+    quota = total // used
+    return Ranges(total, quota, total - quota * used)
+
+
+@gluon.jit
+def range_begin(ranges, j):
+    """Where range j begins; past the last one, where that ends."""
+    return gl.minimum(j * ranges.quota + gl.minimum(j, ranges.larger), ranges.total)
+
+
+@gluon.jit
+def range_of(ranges, block):
+    """The range that holds a block."""
+    edge = ranges.larger * (ranges.quota + 1)
+    late = ranges.larger + (block - edge) // gl.maximum(ranges.quota, 1)
+    return gl.where(block < edge, block // (ranges.quota + 1), late)

@@ -1,0 +1,101 @@
+"""What the launchers of the Gluon kernels share: whether one can run here, which calls it takes, and descriptors for TMA."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tkernels import _repeats
+from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
+from tkernels.attention._inputs import MAX_SEQS, Inputs
+
+_PAGES = (16, 32, 64, 128, 256)  # at most 8 TMA copies a block of keys
+_off: set[str] = set()  # kernels that are switched off: "prefill", "decode"
+
+
+@functools.cache
+def gluon_problem() -> str | None:
+    """Why this Triton cannot compile the kernels."""
+    if not HAVE_TRITON:
+        return "triton is not installed"
+    if INTERPRETED:
+        return "Triton's interpreter has no Gluon"
+    try:
+        from tkernels.attention._decode_sm90 import kernel as _decode  # noqa: F401
+        from tkernels.attention._prefill_sm90 import kernel as _prefill  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this triton lacks what the Gluon kernels use ({error})"
+    return None
+
+
+def enable(kernel: str, on: bool) -> None:
+    """Whether calls that are made or captured from now on may go to the kernel, "prefill" or "decode"."""
+    (_off.discard if on else _off.add)(kernel)
+    _repeats.forget()  # an earlier call's launches are those of the other kernel
+
+
+def absence(kernel: str, arch: str) -> str | None:
+    """Why no call is computed by the kernel here, or None. arch: as in tkernels._target."""
+    if arch != "sm_90":
+        return f"architecture {arch}: the kernel is for sm_90"
+    if kernel in _off:
+        return f"switched off by tkernels.attention.{kernel}_sm90.enable(False)"
+    return gluon_problem()
+
+
+def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int]) -> str | None:
+    """Why a call is left to the plain Triton kernel, as far as both Gluon kernels agree. dims: head dimensions that it takes."""
+    problem = absence(kernel, arch)
+    if problem:
+        return problem
+    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != x.q.dtype:
+        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected float16 or bfloat16 for both"
+    if not dims[0] <= x.dim <= dims[1]:
+        return f"head dimension {x.dim}: expected {dims[0]} to {dims[1]}"
+    if x.page_size not in _PAGES:
+        return f"page size {x.page_size}: expected one of {', '.join(map(str, _PAGES))}"
+    if MAX_SEQS * x.stride_table >= 1 << 31:  # the kernels carry where a row of the table begins in int32
+        return f"block_table: a row stride of {x.stride_table}, expected fewer than {(1 << 31) // MAX_SEQS}"
+    for name, tensor in (("q", x.q), ("k_cache", x.k_cache), ("v_cache", x.v_cache)):
+        problem = tma_problem(tensor)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def tma_problem(tensor: torch.Tensor) -> str | None:
+    """Why no TMA descriptor can describe ``tensor``."""
+    if tensor.numel() == 0:
+        return "empty"
+    if tensor.data_ptr() % 16:
+        return "its address is no multiple of 16 bytes"
+    for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+        if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
+            return f"strides {list(tensor.stride())}: expected multiples of 16 bytes"
+    return None
+
+
+@functools.cache
+def box(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
+    """(shape of what one TMA copies, its last dimension rounded up to a power of two; its layout in shared memory)."""
+    from triton.experimental.gluon import language as gl
+
+    rounded = [*shape[:-1], next_power_of_2(shape[-1])]
+    return rounded, gl.NVMMASharedLayout.get_default_for(rounded, element(dtype))
+
+
+def element(dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+
+
+def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
+    """Of ``tensor`` in boxes of ``shape``."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
+    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], shape, layout)
