@@ -86,7 +86,9 @@ def main() -> int:
         help="projections to measure, e.g. 3072x2048:qkv; the default is a list of common models'",
     )
     tune.add_argument("--rows", type=int, nargs="+", default=ROW_CLASSES, choices=ROW_CLASSES, help="row classes to measure; default: all")
-    tune.add_argument("--out", type=Path, help="where to write the table; the default is the package's own folder")
+    tune.add_argument(
+        "--out", type=Path, help="where to write the table, which is added to if it is there; the default is the package's own"
+    )
     options = parser.parse_args()
     if options.command == "info":
         info()

@@ -113,7 +113,8 @@ def tune(
 ) -> Path:
     """Measure ``shapes`` and put them into the table of this device's architecture; other shapes and rows keep their entries.
 
-    The file is written after every entry, and this process uses each from then on. rows: of ``ROW_CLASSES``. Returns the table's path.
+    out: another file, added to if it is there, else a copy. It is written after every entry, and this process uses each from then on.
+    rows: of ``ROW_CLASSES``. Returns the table's path.
     Raises RuntimeError without a GPU, and while a CUDA graph is being captured; ValueError for rows that are no class.
     """
     if not torch.cuda.is_available():
@@ -142,9 +143,11 @@ def _fill(
     jobs: list[Job], dtype: torch.dtype, device: torch.device, target: Target, path: Path, header: dict[str, Any],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure ``jobs`` and write the shipped table with what they gave to ``path``."""
-    shipped, table = _table_path(target), table_of(target.arch)
-    entries = {_key(entry): entry for entry in json.loads(shipped.read_text())["entries"]} if shipped.exists() else {}
+    """Measure ``jobs`` and put what they give into the table at ``path``, which is a copy of the shipped one where there is none."""
+    before = path if path.exists() else _table_path(target)
+    entries = {_key(entry): entry for entry in json.loads(before.read_text())["entries"]} if before.exists() else {}
+    table = table_of(target.arch)
+    table |= {(e["variant"], e["rows"], e["n"], e["k"]): Tile(**e["tile"]) if e["tile"] else None for e in entries.values()}
     tiles: dict[tuple[str, int, int, int], list[Tile]] = {}
     for variant, rows, n, k, tile in jobs:
         tiles.setdefault((variant, rows, n, k), []).extend([] if tile is None else [tile])

@@ -84,6 +84,9 @@ def test_the_table_is_written_after_every_entry_and_used_at_once(
             tune._fill(jobs, torch.bfloat16, device, target, path, {"gpu": "none"}, said.append)
         assert seen[3] == {RIGHT, "composed", "norm apart"}, "the tile that rope has just been given"
         assert table_of("sm_test") == {("plain", 8, 192, 32): RIGHT, ("rope", 8, 192, 32): RIGHT, ("rope", 16, 192, 32): None}
+        table_of("sm_test").clear()
+        tune._fill([], torch.bfloat16, device, target, path, {"gpu": "none"}, said.append)
+        assert len(table_of("sm_test")) == 3, "a table that is there is added to"
     finally:
         table_of("sm_test").clear()
         _repeats.forget()
