@@ -176,7 +176,7 @@ def _by_batch(runner: Runner, mode: str, batches: Iterable[int]) -> Iterator[tup
 def random_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
     device = model.embed_tokens.device
     small = random_model(TINY, 0, model.spec.dtype, device)
-    for check in ("contract", "poison"):
+    for check in arguments.checks:
         config = {
             "graph": {"max_tokens": 64, "capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64], "check": check, "on_capture_error": "raise"},
             "compile": {"backend": "eager"},
@@ -185,8 +185,8 @@ def random_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> It
         }
         engine = Engine(small, config)
         start = time.perf_counter()
-        found = run_random_steps(engine, arguments.random_steps)
-        yield {"what": "random steps", "check": check, "seconds": time.perf_counter() - start, **found}
+        found = run_random_steps(engine, arguments.random_steps, arguments.seed)
+        yield {"what": "random steps", "check": check, "seed": arguments.seed, "seconds": time.perf_counter() - start, **found}
 
 
 # -- picks ----------------------------------------------------------------------------------------------------------------------
@@ -263,6 +263,8 @@ def main() -> None:
     parser.add_argument("--max-pages", type=int, default=1 << 17)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 128, 8192])
     parser.add_argument("--step", type=int, default=1, help="stride over the step sizes of the regret table")
+    parser.add_argument("--checks", nargs="+", choices=["contract", "poison"], default=["contract", "poison"], help="of the part random")
+    parser.add_argument("--seed", type=int, default=0, help="of the part random")
     parser.add_argument("--random-steps", type=int, default=10_000)
     arguments = parser.parse_args()
     if arguments.small:
