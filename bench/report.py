@@ -80,9 +80,31 @@ def _by_peer(rows: list[dict[str, Any]], title: str) -> str:
     return markdown([title, *extra, *peers], body)
 
 
+def _by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of several kinds apart, by ``what`` they are; regret's belong to its warm-up, which has no table of its own."""
+    kinds = dict.fromkeys(row.get("what", "") for row in rows)
+    if len(kinds) < 2 or "regret" in kinds:
+        return {"": rows}
+    return {f"{kind.capitalize()}:": [row for row in rows if row.get("what", "") == kind] for kind in kinds}
+
+
+_HOST = {"call_us": "a call", "adds_us": "it adds", "staged_adds_us": "staged adds", "sweep_us": "the sweep", "per_piece_us": "a piece"}
+
+
+def _of_host_times(rows: list[dict[str, Any]]) -> str:
+    """A line for each batch, with the parts of a call."""
+    parts = [part for part in rows[0]["call_parts_us"] if part != "whole"]
+    header = ["mode", "batch", *_HOST.values(), *(f"a call's {part}" for part in parts)]
+    body = [
+        [row["mode"], str(row["batch"]), *(_plain(row[fact]) for fact in _HOST), *(_plain(row["call_parts_us"][part]) for part in parts)]
+        for row in rows
+    ]
+    return markdown(header, body)
+
+
 def _of_starts(rows: list[dict[str, Any]]) -> str:
     """What captured steps cost the host: a line for each mode and batch."""
-    facts = {"call_us": "a call", "adds_us": "it adds", "staged_adds_us": "staged adds", "sweep_us": "the sweep", "per_piece_us": "a piece"}
+    facts = _HOST
     header = ["mode", "batch", *facts.values(), "all graphs, MiB", "their capture, s"]
     body = []
     for row in (row for row in rows if row["what"] == "start-up"):
@@ -125,7 +147,7 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
     if not path.exists():
         return f"*Not measured yet: no `bench/results/{name}.json`.*\n"
     data = json.loads(path.read_text())
-    groups = data["rows"] if isinstance(data["rows"], dict) else {"": data["rows"]}
+    groups = data["rows"] if isinstance(data["rows"], dict) else _by_kind(data["rows"])
     parts = []
     unit = "Microseconds"
     for title, rows in groups.items():
@@ -145,6 +167,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             table = _by_peer(rows, "case")
         elif rows and rows[0].get("what") == "start-up":
             table = _of_starts(rows)
+        elif rows and rows[0].get("what") == "host time":
+            table = _of_host_times(rows)
         elif any(row.get("what") == "regret" for row in rows):
             table, unit = _of_regret(rows), "Units stand in the header"
         elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
