@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,8 @@ from typing import Any, NoReturn, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
-from runtime import bench_command, generate_command, simulate_command
+from runtime import bench_command, explain_command, generate_command, simulate_command
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.engine import Engine
 from runtime.parallel import is_follower, leave
@@ -113,8 +110,7 @@ def _make_parser() -> _Parser:
     generate_command.add_arguments(generate)
     plan = command("plan", "", "measure every captured size in each mode, and print what is picked")
     explain = command("explain", "BATCH ...", "say how a batch would run and why, or who owns each input of each captured piece")
-    text = '"8": 8 decoding requests; "8+120": beside a chunk of 120 prompt tokens; "addresses": every input of every piece'
-    explain.add_argument("batches", nargs="+", metavar="BATCH", help=text)
+    explain_command.add_arguments(explain)
     plan.add_argument("--json", metavar="FILE", help="also time whole steps, and write the costs for --costs here")
     plan.add_argument("--budget-s", metavar="S", type=float, default=0.0, help="seconds for that (default: as many as it takes)")
     simulate = command("simulate", "--trace FILE", "run the scheduler over a trace of requests with a cost table instead of a model")
@@ -210,43 +206,6 @@ def _generate(arguments: argparse.Namespace, config: RuntimeConfig, out: Console
 
 
 def _explain(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
-    batches = [_batch(text, config) for text in arguments.batches]
-    engine = _engine(config, out, errors)
-    for text, batch in zip(arguments.batches, batches, strict=True):
-        out.rule(text, align="left")
-        if batch is None:
-            for title, rows in engine.addresses().items():
-                table = Table("segment", "kind", "input", "owner", "made by", "address", "verified", title=title, title_justify="left")
-                for row in rows:
-                    cells = (
-                        row.segment,
-                        row.kind,
-                        row.input,
-                        row.owner,
-                        row.producer,
-                        f"{row.address:#x}",
-                        "no" if not row.verified else f"on {row.proved_on[:10]}" if row.proved_on else "yes",
-                    )
-                    table.add_row(*(Text(str(cell)) for cell in cells))
-                out.print(table)
-        else:
-            out.print(str(engine.explain(*batch)), markup=False)
+    batches = [explain_command.batch_of(text, config) for text in arguments.batches]  # wrong ones are said before the model is loaded
+    explain_command.run(arguments.batches, batches, _engine(config, out, errors), out, arguments.all)
     return 0
-
-
-def _batch(text: str, config: RuntimeConfig) -> tuple[int, int] | None:
-    """(decoding requests, prompt tokens) of a BATCH argument; None for ``addresses``."""
-    if text == "addresses":
-        return None
-    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", text)
-    if match is None:
-        raise UsageError(f'BATCH: expected "8", "8+120" or "addresses", got {text!r}')
-    decodes, chunk = int(match[1]), int(match[2] or 0)
-    limits = config.scheduler
-    if decodes + (chunk > 0) > limits.max_num_seqs:
-        raise UsageError(f"BATCH {text}: {decodes + (chunk > 0)} requests, scheduler.max_num_seqs is {limits.max_num_seqs}")
-    if not 0 < decodes + chunk <= limits.max_batch_tokens:
-        raise UsageError(
-            f"BATCH {text}: expected 1 to {limits.max_batch_tokens} tokens (scheduler.max_batch_tokens), got {decodes + chunk}"
-        )
-    return decodes, chunk

@@ -60,12 +60,12 @@ def test_code_in_the_readme_runs() -> None:
 
 
 def test_batches_in_the_readme_fit_the_demo() -> None:
-    from runtime.cli import _batch
     from runtime.config import RuntimeConfig
+    from runtime.explain_command import batch_of
 
     config = RuntimeConfig.load(ROOT / "configs" / "demo.toml")
     (line,) = re.findall(r"explain +--config configs/demo.toml (\d.*?) *#", (ROOT / "README.md").read_text())
-    assert [_batch(text, config) for text in line.split()] == [(3, 0), (3, 100)]
+    assert [batch_of(text, config) for text in line.split()] == [(3, 0), (3, 100)]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)

@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from runtime import explain_command
+from runtime.captured_step import Address, Owner
 from runtime.cli import main
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
@@ -109,6 +111,26 @@ def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixtu
     assert "eager at size 15" in out and "no captured size holds 15 tokens" in out
     for word in ("owner", "caller", "persistent", "splitting op", "slot_mapping", "k_cache", "0x", "yes"):
         assert word in out
+
+
+def test_layers_like_the_one_before_are_one_line() -> None:
+    """Two of the six segments of each layer are named; a segment whose proof is missing, or whose owner is another, is never folded."""
+
+    def rows(odd: int | None = None) -> list[Address]:
+        found = [Address(0, "graph", "embedding weight", "persistent", "model.embed", 0x10, True)]
+        for layer in range(12):
+            owner: Owner = "held" if layer == odd else "piece"
+            found.append(Address(2 * layer + 1, "my::op", "q", owner, f"piece {2 * layer}, linear", 0x100 + layer, True))
+            found.append(Address(2 * layer + 2, "graph", "linear weight", "persistent", f"model.layers.{layer}.w", 0x200 + layer, True))
+            found.append(Address(2 * layer + 2, "graph", "x", "splitting op", "my::op", 0x300 + layer, layer != 11))
+        return found
+
+    cells = list(explain_command.table_rows(rows()))
+    assert [row[0] for row in cells] == ["0", "1", "2", "2", "3 to 22", "23", "24", "24"]
+    assert cells[4][1] == "10 times segments 1 to 2" and cells[4][2] == "30 inputs" and cells[4][-1] == "yes"
+    assert cells[-1][-1] == "no"
+    assert [row[0] for row in explain_command.table_rows(rows(odd=5)) if "to" in row[0]] == ["3 to 10", "14 to 23"]
+    assert len(list(explain_command.table_rows(rows(), every_row=True))) == len(rows())
 
 
 @pytest.mark.parametrize(
