@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,7 @@ from runtime.config import ConfigError, RuntimeConfig
 from runtime.engine import Engine
 
 _LONGEST_PERIOD = 8  # segments of a layer: a layer cut at its splitting ops has two for each
+_LONGEST_LAYER = 24  # inputs of a layer in a full graph
 _REPEATS = 3  # of which the later ones are folded
 
 
@@ -60,36 +62,46 @@ def run(texts: Iterable[str], batches: Iterable[tuple[int, int] | None], engine:
 
 def table_rows(rows: list[Address], every_row: bool = False) -> Iterator[tuple[str, ...]]:
     """Cells of the rows. Segments that repeat those before them but for numbers (of layers, of pieces) and addresses, and stand as they
-    do, are one row, unless ``every_row``."""
+    do, are one row, unless ``every_row``; so are rows within a segment."""
     segments = [list(group) for _, group in groupby(rows, lambda row: row.segment)]
     signatures = [tuple(_signature(row) for row in segment) for segment in segments]
-    at = 0
-    while at < len(segments):
-        period, repeats = (1, 1) if every_row else _repeated(signatures, at)
-        for segment in segments[at : at + period]:
-            for row in segment:
-                yield _cells(row)
+    for begin, period, repeats in _folds(signatures, 1 if every_row else _LONGEST_PERIOD):
+        for segment in segments[begin : begin + period]:
+            yield from _rows_of(segment, every_row)
         if repeats > 1:
-            first, last = segments[at + period][0].segment, segments[at + period * repeats - 1][0].segment
-            number = sum(map(len, segments[at + period : at + period * repeats]))
-            like = f"{segments[at][0].segment} to {segments[at + period - 1][0].segment}" if period > 1 else f"{segments[at][0].segment}"
+            last = begin + period * repeats - 1
+            number = sum(map(len, segments[begin + period : last + 1]))
+            like = " to ".join(dict.fromkeys((str(segments[begin][0].segment), str(segments[begin + period - 1][0].segment))))
             yield (
-                f"{first} to {last}", f"{repeats - 1} times segment{'s' if period > 1 else ''} {like}", f"{number} inputs",
-                "as there", "--all names them", "each its own", _standing(segments[at][0]),
+                f"{segments[begin + period][0].segment} to {segments[last][0].segment}", f"{repeats - 1} times segment {like}",
+                f"{number} inputs", "as there", "--all names them", "each its own", _standing(segments[begin][0]),
             )  # fmt: skip
-        at += period * repeats
 
 
-def _repeated(signatures: list[tuple[str, ...]], at: int) -> tuple[int, int]:
-    """(segments in a period, how often it comes) from segment ``at`` on: the period that covers most, if it comes often enough."""
-    best = (1, 1)
-    for period in range(1, _LONGEST_PERIOD + 1):
-        repeats, model = 1, signatures[at : at + period]
-        while signatures[at + period * repeats : at + period * (repeats + 1)] == model:
-            repeats += 1
-        if repeats >= _REPEATS and period * repeats > best[0] * best[1]:
-            best = (period, repeats)
-    return best
+def _rows_of(segment: list[Address], every_row: bool) -> Iterator[tuple[str, ...]]:
+    for begin, period, repeats in _folds([_signature(row) for row in segment], 1 if every_row else _LONGEST_LAYER):
+        yield from map(_cells, segment[begin : begin + period])
+        if repeats > 1:
+            above = "the row above" if period == 1 else f"the {period} rows above"
+            yield (
+                str(segment[0].segment), segment[0].kind, f"{repeats - 1} times {above}", "as there", "--all names them", "each its own",
+                _standing(segment[begin]),
+            )  # fmt: skip
+
+
+def _folds(signatures: Sequence[Any], longest: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, period, repeats) of runs whose first ``period`` entries come ``repeats`` times; at each place the one that covers most."""
+    at = 0
+    while at < len(signatures):
+        best = (1, 1)
+        for period in range(1, longest + 1) if longest > 1 else ():
+            repeats, model = 1, signatures[at : at + period]
+            while signatures[at + period * repeats : at + period * (repeats + 1)] == model:
+                repeats += 1
+            if repeats >= _REPEATS and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        yield at, *best
+        at += best[0] * best[1]
 
 
 def _signature(row: Address) -> str:

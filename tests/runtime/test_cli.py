@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_explain_batches_and_addresses(config: Path, capsys: pytest.CaptureFixtu
 
 
 def test_layers_like_the_one_before_are_one_line() -> None:
-    """Two of the six segments of each layer are named; a segment whose proof is missing, or whose owner is another, is never folded."""
+    """In a full graph its inputs are. A segment whose proof is missing, or whose owner is another, is never folded."""
 
     def rows(odd: int | None = None) -> list[Address]:
         found = [Address(0, "graph", "embedding weight", "persistent", "model.embed", 0x10, True)]
@@ -127,10 +128,19 @@ def test_layers_like_the_one_before_are_one_line() -> None:
 
     cells = list(explain_command.table_rows(rows()))
     assert [row[0] for row in cells] == ["0", "1", "2", "2", "3 to 22", "23", "24", "24"]
-    assert cells[4][1] == "10 times segments 1 to 2" and cells[4][2] == "30 inputs" and cells[4][-1] == "yes"
+    assert cells[4][1] == "10 times segment 1 to 2" and cells[4][2] == "30 inputs" and cells[4][-1] == "yes"
     assert cells[-1][-1] == "no"
     assert [row[0] for row in explain_command.table_rows(rows(odd=5)) if "to" in row[0]] == ["3 to 10", "14 to 23"]
     assert len(list(explain_command.table_rows(rows(), every_row=True))) == len(rows())
+    full = [replace(row, segment=0, kind="graph") for row in rows()]
+    assert [row[2] for row in explain_command.table_rows(full)][:5] == [
+        "embedding weight",
+        "q",
+        "linear weight",
+        "x",
+        "10 times the 3 rows above",
+    ]
+    assert len(list(explain_command.table_rows(full, every_row=True))) == len(full)
 
 
 @pytest.mark.parametrize(
