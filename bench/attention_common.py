@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 READ_BANDWIDTH = 4.46e12  # bytes/s that pure reads reach on an H200
+_by_head = False
 _ROTATE = 300 << 20  # bytes that the calls of a graph walk through: five times the L2 of an H200
 
 
@@ -33,6 +34,12 @@ class Batch:
         return self.q, self.k_cache, self.v_cache, self.tables[copy % len(self.tables)], self.seq_lens, self.cu_seqlens_q
 
 
+def lay_out_by_head(on: bool) -> None:
+    """Whether batches made from now on keep the keys of a page head by head: [pages, kv_heads, page_size, dim] in memory."""
+    global _by_head
+    _by_head = on
+
+
 def make_batch(
     lens: list[int], query_lens: list[int], *, heads: int = 32, kv_heads: int = 8, dim: int = 128, page_size: int = 16,
     dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None, rotate: int = _ROTATE,
@@ -42,9 +49,10 @@ def make_batch(
     kv_bytes = 2 * sum(lens) * kv_heads * dim * cache_dtype.itemsize
     copies = max(2, min(64, -(-rotate // max(kv_bytes, 1)))) if rotate else 1
     pages = copies * sum(counts) + 1
-    k_cache = torch.empty((pages, page_size, kv_heads, dim), dtype=cache_dtype, device="cuda")
-    v_cache = torch.empty_like(k_cache)
-    for cache in (k_cache, v_cache):
+    shape = (pages, kv_heads, page_size, dim) if _by_head else (pages, page_size, kv_heads, dim)
+    caches = [torch.empty(shape, dtype=cache_dtype, device="cuda") for _ in range(2)]
+    k_cache, v_cache = (cache.transpose(1, 2) if _by_head else cache for cache in caches)
+    for cache in caches:
         for part in cache.split(max(1, (1 << 28) // (page_size * kv_heads * dim))):
             part.copy_(torch.randn(part.shape, device="cuda"))
     order = (torch.randperm(pages - 1, device="cuda") + 1).to(torch.int32).cpu()

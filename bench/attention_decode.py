@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, make_batch, relative_error
+from bench.attention_common import READ_BANDWIDTH, Batch, capture, interleaved, lay_out_by_head, make_batch, relative_error
 from bench.attention_sweep import TITLE, by_batch, by_length
 from bench.harness import write_results
 from bench.plan_sizes import read_trace
@@ -226,8 +226,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default=",".join(_CASES[:6]))
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--by-head", action="store_true", help="keys of a page head by head, not token by token")
     parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
+    lay_out_by_head(options.by_head)
     sweep = _SWEEP if options.sweep else {}
     cases = options.cases.split(",")
     if unknown := sorted(set(cases) - set(_CASES)):

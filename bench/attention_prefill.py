@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.attention_common import Batch, capture, interleaved, make_batch, relative_error
+from bench.attention_common import Batch, capture, interleaved, lay_out_by_head, make_batch, relative_error
 from bench.harness import write_results
 from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_inputs
@@ -173,8 +173,10 @@ def main() -> None:
     parser.add_argument("--pages", default="16,64")
     parser.add_argument("--sweep", action="store_true", help="tile sizes of the plain Triton kernel too")
     parser.add_argument("--only", nargs="+", choices=LABELS, default=LABELS, help="what to time; the default is all")
+    parser.add_argument("--by-head", action="store_true", help="keys of a page head by head, not token by token")
     parser.add_argument("--out", default="", help="results file")
     options = parser.parse_args()
+    lay_out_by_head(options.by_head)
     cases = options.cases.split(",")
     pages = [int(page) for page in options.pages.split(",")]
     torch.manual_seed(0)
