@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._decode_sm90.shared import FIRST_BARRIER, Q_STAGES, ROWS, barrier, get_word, meet, wait_segment
+from tkernels.attention._decode_sm90.shared import HANDSHAKE, Q_STAGES, ROWS, barrier
+from tkernels.attention._sm90_rings import FIRST_BARRIER, get_word, meet, wait_work
 
 
 @gluon.jit
@@ -157,7 +158,7 @@ def consumer(
     k = 0
     blocks = 1
     while blocks > 0:
-        at = wait_segment(segments, k)
+        at = wait_work(segments, k)
         blocks = get_word(segments, at, 0)
         first = get_word(segments, at, 1)
         head = get_word(segments, at, 2)
@@ -198,7 +199,7 @@ def consumer(
                 mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
                 s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, [s])
-                meet("arrive", FIRST_BARRIER + stage)
+                meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
                 if HAS_SOFTCAP or HAS_K_SCALE:
                     s = s * head_scale
                 if HAS_SOFTCAP:  # softcap · tanh(s / softcap), right at both ends
@@ -217,7 +218,7 @@ def consumer(
                     _clean(v, unseen - start, length - start, 16, BLOCK_N)
                 acc1 = warpgroup_mma(p_narrow, v, acc1, is_async=True)
                 acc1, p_narrow = warpgroup_mma_wait(0, [acc1, p_narrow])
-                meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+                meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
                 i += 1
                 done = begin + block - first + 1
                 if ((done & (leaf - 1)) == 0) | (done == share):

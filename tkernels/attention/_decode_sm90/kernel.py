@@ -20,16 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import (
-    FIELDS,
-    FIRST_BARRIER,
-    Q_STAGES,
-    ROWS,
-    SEGMENT_STAGES,
-    Segments,
-    Stages,
-    wait_for_previous,
-)
+from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS, wait_for_previous
+from tkernels.attention._sm90_rings import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -55,13 +47,13 @@ def decode_sm90_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
-    segment_full = gl.allocate_shared_memory(gl.int64, [SEGMENT_STAGES, 1], barrier)
-    segment_empty = gl.allocate_shared_memory(gl.int64, [SEGMENT_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [SEGMENT_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for stage in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(SEGMENT_STAGES):
+    for stage in gl.static_range(WORK_STAGES):
         mbarrier.init(segment_full.index(stage), count=1)
         mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
     for stage in gl.static_range(K_STAGES):
@@ -69,7 +61,7 @@ def decode_sm90_kernel(
     for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
     fence_async_shared()
-    segments = Segments(words, segment_full, segment_empty)
+    segments = Work(words, segment_full, segment_empty)
     ks = Stages(k_blocks, k_full)
     vs = Stages(v_blocks, v_full)
     gl.warp_specialize(

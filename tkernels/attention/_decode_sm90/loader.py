@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tkernels.attention._decode_sm90.shared import get_word, meet, wait_segment
+from tkernels.attention._decode_sm90.shared import HANDSHAKE
+from tkernels.attention._sm90_rings import get_word, meet, wait_work
 
 
 @gluon.jit
@@ -23,7 +24,7 @@ def loader(
     k = 0
     blocks = 1
     while blocks > 0:
-        at = wait_segment(segments, k)
+        at = wait_work(segments, k)
         blocks = get_word(segments, at, 0)
         first = get_word(segments, at, 1)
         head = get_word(segments, at, 2)
@@ -43,7 +44,7 @@ def loader(
                 next_ids = gl.load(row + gl.minimum(ahead + 32 + lane, last_page))
             stage = i % STAGES
             if i >= STAGES:
-                meet("sync", BARRIER + stage)
+                meet("sync", BARRIER + stage, HANDSHAKE)
             mbarrier.expect(ring.full.index(stage), BLOCK_N * DIM * 2)
             for p in gl.static_range(PAGES):
                 to = ring.blocks.index(stage)
@@ -54,4 +55,4 @@ def loader(
             i += 1
         k += 1
     for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
-        meet("sync", BARRIER + last % STAGES)
+        meet("sync", BARRIER + last % STAGES, HANDSHAKE)

@@ -7,23 +7,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._decode_sm90.shared import (
-    FIELDS,
     MIN_QUERIES,
     Q_STAGES,
     QUERIES,
-    SEGMENT_STAGES,
     SEQS,
     make_ranges,
     plan,
-    put_word,
     range_begin,
     range_of,
 )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+from tkernels.attention._sm90_rings import add, end_work, put_word, wait_room
 
 
 @gluon.jit
@@ -74,7 +67,7 @@ def scheduler(
                 group += SEQS
                 shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
                 here = gl.sum(shares, 0)
-            ends = gl.associative_scan(shares, 0, _add)
+            ends = gl.associative_scan(shares, 0, add)
             before = ends <= x - passed
             s = group + gl.sum(before.to(gl.int32), 0)
             base = passed + gl.max(gl.where(before, ends, 0), 0)
@@ -85,8 +78,7 @@ def scheduler(
             begin = gl.minimum((x - base + leaf - 1) & -leaf, share)
             end = gl.minimum((stop - base + leaf - 1) & -leaf, share)
             if end > begin:
-                stage = k % SEGMENT_STAGES
-                mbarrier.wait(segments.empty.index(stage), ((k // SEGMENT_STAGES) & 1) ^ 1)
+                stage = wait_room(segments, k)
                 put_word(segments, stage, 0, end - begin)
                 put_word(segments, stage, 1, first_block + begin)
                 put_word(segments, stage, 2, head)
@@ -111,8 +103,4 @@ def scheduler(
                 tma.async_copy_global_to_shared(q_desc, [first_row, head * GROUP, 0], q_full.index(q_stage), to)
                 k += 1
             x = base + share
-    stage = k % SEGMENT_STAGES
-    mbarrier.wait(segments.empty.index(stage), ((k // SEGMENT_STAGES) & 1) ^ 1)
-    for field in gl.static_range(FIELDS):  # no blocks: the roles end, and what else they read before they know that is zero
-        put_word(segments, stage, field, 0)
-    mbarrier.arrive(segments.full.index(stage), count=1)
+    end_work(segments, wait_room(segments, k))

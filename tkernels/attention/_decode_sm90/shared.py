@@ -1,4 +1,4 @@
-"""What the roles of the kernel share: sizes, the rings, their handshakes, the tree of a sequence, where the work is cut."""
+"""What the roles of the kernel share: sizes, the tree of a sequence, where the work is cut."""
 
 from __future__ import annotations
 
@@ -6,34 +6,16 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
 MIN_QUERIES = gl.constexpr(2)
 QUERIES = gl.constexpr(8)
 SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
-SEGMENT_STAGES = gl.constexpr(4)  # segments that the scheduler may be ahead, and one that the consumer is at
 FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
-FIRST_BARRIER = gl.constexpr(8)  # named barriers below it belong to the compiler (0, 1 and one a role)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a role; its name since triton 3.7, and before
-
-
-class Segments(NamedTuple):
-    """The ring of segment descriptions: FIELDS words each, filled by the scheduler, read by the others."""
-
-    words: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-
-class Stages(NamedTuple):
-    """A ring of K or V blocks. ``full`` is TMA's; stage i is given back at named barrier ``first + i``."""
-
-    blocks: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
 
 
 class Ranges(NamedTuple):
@@ -53,38 +35,6 @@ def wait_for_previous(PDL: gl.constexpr):
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r",
             [gl.full([32 * gl.num_warps()], 0, gl.int32, threads)], gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _named_barrier(kind, threads):
-    return f"bar.{kind} $1, {threads}; mov.u32 $0, $1;"
-
-
-@gluon.jit
-def meet(kind: gl.constexpr, barrier):
-    """bar.arrive or bar.sync at a named barrier, whose number may be a run-time value."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    number = gl.full([32 * gl.num_warps()], 0, gl.int32, layout) + barrier
-    gl.inline_asm_elementwise(_named_barrier(kind, HANDSHAKE), "=r,r", [number], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def get_word(segments, stage, field: gl.constexpr):
-    return gl.sum(segments.words.index(stage * FIELDS + field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-
-
-@gluon.jit
-def put_word(segments, stage, field: gl.constexpr, value):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    segments.words.index(stage * FIELDS + field).store(gl.full([1], 0, gl.int32, one) + value)
-
-
-@gluon.jit
-def wait_segment(segments, k):
-    """The stage of the ring where segment k lies now."""
-    stage = k % SEGMENT_STAGES
-    mbarrier.wait(segments.full.index(stage), (k // SEGMENT_STAGES) & 1)
-    return stage
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._prefill_sm90.shared import FIRST_BARRIER, OUT_COLUMNS, ROWS, TILE, TILE_STAGES, get_word, here, meet, wait_tile
+from tkernels.attention._prefill_sm90.shared import HANDSHAKE, OUT_COLUMNS, ROWS, TILE, here
+from tkernels.attention._sm90_rings import FIRST_BARRIER, WORK_STAGES, get_word, meet, wait_work
 
 
 @gluon.jit
@@ -56,7 +57,7 @@ def _first_block(
     """The block of a tile that is computed first, its last one: (p, m, l). Always masked."""
     s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, LAYOUT), use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    meet("arrive", FIRST_BARRIER + stage)
+    meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
     sees = gl.convert_layout(sees, gl.SliceLayout(1, LAYOUT))
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
@@ -98,14 +99,14 @@ def _next_block(
     mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
     acc = warpgroup_mma(p_narrow, vs.blocks.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    meet("arrive", FIRST_BARRIER + stage)
+    meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
     p, m, l, factor = _softmax(s, m, l, position, key, qk_scale, softcap, window, False, MASKED, HAS_WINDOW, HAS_SOFTCAP)
     if NARROW:
         p = gl.convert_layout(p.to(DTYPE), p_layout)
         acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
     else:
         acc, p_narrow, p = warpgroup_mma_wait(0, [acc, p_narrow, p])
-    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
     return acc, m, l, p
 
@@ -116,15 +117,15 @@ def _pass_block(ks, vs, i, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     stage = i % K_STAGES
     v_stage = i % V_STAGES
     mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
-    meet("arrive", FIRST_BARRIER + stage)
+    meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
     mbarrier.wait(vs.full.index(v_stage), (i // V_STAGES) & 1)
-    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
     return i + 1
 
 
 @gluon.jit
 def _begin_tile(tiles, k, HAS_WINDOW: gl.constexpr):
-    at = wait_tile(tiles, k)
+    at = wait_work(tiles, k)
     low = 0
     if HAS_WINDOW:
         low = get_word(tiles, at, 1)
@@ -134,7 +135,7 @@ def _begin_tile(tiles, k, HAS_WINDOW: gl.constexpr):
 @gluon.jit
 def _end_tile(tiles, k):
     """What only the store needs, read last: held over the loops it would cost registers that they lack."""
-    stage = k % TILE_STAGES
+    stage = k % WORK_STAGES
     head = get_word(tiles, stage, 2)
     row = get_word(tiles, stage, 3)
     rows = get_word(tiles, stage, 4)
@@ -234,7 +235,7 @@ def consumer(
         k += 1
         blocks, low, position, length = _begin_tile(tiles, k, HAS_WINDOW)
         acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
-        meet("arrive", FIRST_BARRIER + K_STAGES + v_stage)
+        meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
 
         if not HAS_SOFTCAP:
             m = m * qk_scale

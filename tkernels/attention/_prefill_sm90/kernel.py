@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._prefill_sm90.consumer import consumer
 from tkernels.attention._prefill_sm90.loaders import cleaner, loader
 from tkernels.attention._prefill_sm90.scheduler import scheduler
-from tkernels.attention._prefill_sm90.shared import FIELDS, FIRST_BARRIER, OUT_COLUMNS, ROWS, TILE_STAGES, WARPGROUPS, Stages, Tiles
+from tkernels.attention._prefill_sm90.shared import FIELDS, OUT_COLUMNS, ROWS, WARPGROUPS
+from tkernels.attention._sm90_rings import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -52,12 +53,12 @@ def prefill_sm90_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [2 * V_STAGES, 1], barrier)  # the second half is the cleaner's
-    tile_full = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
-    tile_empty = gl.allocate_shared_memory(gl.int64, [TILE_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=WARPGROUPS)
-    for stage in gl.static_range(TILE_STAGES):
+    for stage in gl.static_range(WORK_STAGES):
         mbarrier.init(tile_full.index(stage), count=1)
         mbarrier.init(tile_empty.index(stage), count=WARPGROUPS + 3)
     for stage in gl.static_range(K_STAGES):
@@ -65,7 +66,7 @@ def prefill_sm90_kernel(
     for stage in gl.static_range(2 * V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
     fence_async_shared()
-    tiles = Tiles(words, tile_full, tile_empty)
+    tiles = Work(words, tile_full, tile_empty)
     ks = Stages(k_blocks, k_full)
     vs = Stages(v_blocks, v_full)
     gl.warp_specialize(

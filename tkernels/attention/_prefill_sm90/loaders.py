@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tkernels.attention._prefill_sm90.shared import get_word, meet, wait_tile
+from tkernels.attention._prefill_sm90.shared import HANDSHAKE
+from tkernels.attention._sm90_rings import get_word, meet, wait_work
 
 
 @gluon.jit
@@ -26,7 +27,7 @@ def loader(
     k = 0
     blocks = 1
     while blocks > 0:
-        at = wait_tile(tiles, k)
+        at = wait_work(tiles, k)
         blocks = get_word(tiles, at, 0)
         low = get_word(tiles, at, 1)
         kv_head = get_word(tiles, at, 2) // GROUP
@@ -50,7 +51,7 @@ def loader(
             row = table_ptr + table_row
             page = gl.load(row + gl.minimum(first_page, last_page))  # before the wait, which hides its latency
             if i >= STAGES:
-                meet("sync", BARRIER + stage)
+                meet("sync", BARRIER + stage, HANDSHAKE)
             mbarrier.expect(ring.full.index(land), BLOCK_N * DIM * 2)
             for p in gl.static_range(PAGES):
                 now = page
@@ -64,7 +65,7 @@ def loader(
             block -= 1
         k += 1
     for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
-        meet("sync", BARRIER + last % STAGES)
+        meet("sync", BARRIER + last % STAGES, HANDSHAKE)
 
 
 @gluon.jit
@@ -113,7 +114,7 @@ def cleaner(
     parities = 0  # bit i: parity of the uses of the barrier of stage i
     blocks = 1
     while blocks > 0:
-        at = wait_tile(tiles, k)
+        at = wait_work(tiles, k)
         blocks = get_word(tiles, at, 0)
         low = get_word(tiles, at, 1)
         length = get_word(tiles, at, 6)

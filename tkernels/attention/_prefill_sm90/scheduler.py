@@ -6,12 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tkernels.attention._prefill_sm90.shared import FIELDS, ROWS, SEQS, TILE, TILE_STAGES, WARPGROUPS, WIDE, put_word
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+from tkernels.attention._prefill_sm90.shared import ROWS, SEQS, TILE, WARPGROUPS, WIDE
+from tkernels.attention._sm90_rings import add, end_work, put_word, wait_room
 
 
 @gluon.jit
@@ -64,8 +60,7 @@ def scheduler(
     go = item >= 0
     while go:
         go = item < items
-        stage = k % TILE_STAGES
-        mbarrier.wait(tiles.empty.index(stage), ((k // TILE_STAGES) & 1) ^ 1)
+        stage = wait_room(tiles, k)
         if go:
             tile = item // HEADS
             while tile >= passed + here:
@@ -77,7 +72,7 @@ def scheduler(
                 count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY, SEQS)
                 here = gl.sum(gl.where(levels == level, count, 0), 0)
             count, levels = _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY, SEQS)
-            ends = gl.associative_scan(gl.where(levels == level, count, 0), 0, _add)
+            ends = gl.associative_scan(gl.where(levels == level, count, 0), 0, add)
             before = ends <= tile - passed
             s = first + gl.sum(before.to(gl.int32), 0)
             item_of_seq = item - (passed + gl.max(gl.where(before, ends, 0), 0)) * HEADS
@@ -114,8 +109,4 @@ def scheduler(
             k += 1
             item = _next_item(counter_ptr, items)
         else:
-            # no blocks: the roles end. They read other words before they know that, and the stage may never have held a tile, so that
-            # shared memory would say what an earlier kernel left there: a first block of -2^30, say, and the loaders would run on to it
-            for field in gl.static_range(FIELDS):
-                put_word(tiles, stage, field, 0)
-            mbarrier.arrive(tiles.full.index(stage), count=1)
+            end_work(tiles, stage)

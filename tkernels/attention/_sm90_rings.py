@@ -1,0 +1,85 @@
+"""Rings in shared memory and their handshakes, for the Gluon kernels: _prefill_sm90, _decode_sm90."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+WORK_STAGES = gl.constexpr(4)  # pieces of work that the scheduler may be ahead, and one that the consumers are at
+FIRST_BARRIER = gl.constexpr(8)  # named barriers below it belong to the compiler (0, 1 and one a role)
+
+
+class Work(NamedTuple):
+    """The ring of descriptions of work, as many 32-bit words each, filled by the scheduler, read by the others."""
+
+    words: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Stages(NamedTuple):
+    """A ring of K or V blocks. ``full`` is TMA's; each stage is given back at a named barrier of its own."""
+
+    blocks: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def _named_barrier(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def meet(kind: gl.constexpr, barrier, THREADS: gl.constexpr):
+    """bar.arrive or bar.sync at a named barrier, whose number may be a run-time value; THREADS: of all roles that meet there."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    number = gl.full([32 * gl.num_warps()], 0, gl.int32, layout) + barrier
+    gl.inline_asm_elementwise(_named_barrier(kind, THREADS), "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def get_word(work, stage, field: gl.constexpr):
+    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
+    return gl.sum(work.words.index(stage * FIELDS + field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def put_word(work, stage, field: gl.constexpr, value):
+    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    work.words.index(stage * FIELDS + field).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
+def wait_work(work, k):
+    """The stage where the k-th description lies now."""
+    stage = k % WORK_STAGES
+    mbarrier.wait(work.full.index(stage), (k // WORK_STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def wait_room(work, k):
+    """The stage where the k-th description can be written now, as all have read what lay there; then say so at ``full``."""
+    stage = k % WORK_STAGES
+    mbarrier.wait(work.empty.index(stage), ((k // WORK_STAGES) & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def end_work(work, stage):
+    """The last description, of no blocks: the roles end. They read other words before they know that, and the stage may never have held
+    one, so that shared memory would say what an earlier kernel left there: a first block of -2^30, say, and loaders would run on to it."""
+    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
+    for field in gl.static_range(FIELDS):
+        put_word(work, stage, field, 0)
+    mbarrier.arrive(work.full.index(stage), count=1)
+
+
+@gluon.jit
+def add(a, b):
+    """For ``gl.associative_scan``."""
+    return a + b
