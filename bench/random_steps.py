@@ -63,7 +63,7 @@ class Compared:
             self.staged += 1
             return self._compared({**key.arena.as_tensors(arrays), **host}, lambda arguments: staged())
 
-        return Staged(staged.arrays, run)
+        return Staged(staged.arrays, run, staged.note)
 
     def __call__(self, **arguments: Any) -> Step:
         return self._compared(arguments, lambda arguments: self.fast.at(self.context)(**arguments))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from runtime.inputs import Dim, InputSpec, cut, tails
-from runtime.staging import Layout, Part, Staging
+from runtime.staging import Layout, Note, Part, Staging
 
 _ALIGN = 256  # bytes; what the device allocator gives, and TMA and vector loads want at least 16
 _MAX_VIEWS = 4096  # combinations of sizes remembered; mixed batches come in many
@@ -120,6 +120,11 @@ class Arena:
     def handed_out(self) -> int:
         """How often a staging buffer was handed out: what had been got before is no longer the next step's."""
         return self._staging.handed_out
+
+    @property
+    def note(self) -> Note:
+        """Of the staging buffer handed out last: what its writers say that it holds."""
+        return self._staging.note
 
     def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies of what was written into ``host(…)``, as tensors on the host."""

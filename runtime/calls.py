@@ -13,6 +13,7 @@ from runtime.binding import Call
 from runtime.contract import same_bits
 from runtime.graph import CaptureError
 from runtime.ready import Borrow, Ready, outputs
+from runtime.staging import Note
 from runtime.steps import Captured, KeySteps, Steps
 
 
@@ -130,13 +131,14 @@ class Staged:
     """The next step, as arrays to write its inputs into; calling it runs the step. Made by ``GraphedModule.stage``, good for one call.
 
     arrays: input -> numpy array of the real size, over pinned memory that one copy brings to the device; it holds what an earlier
-    step left. bfloat16 appears as its bits, uint16.
+    step left. bfloat16 appears as its bits, uint16. note: which step that was, if its writer said so in ``note.now`` after writing and
+    nobody else was handed this memory since; it then stands in ``note.before``, and what is as it was need not be written again.
     """
 
-    __slots__ = ("_run", "arrays")
+    __slots__ = ("_run", "arrays", "note")
 
-    def __init__(self, arrays: dict[str, np.ndarray], run: Callable[[dict[str, np.ndarray]], Any]) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: dict[str, np.ndarray], run: Callable[[dict[str, np.ndarray]], Any], note: Note) -> None:
+        self.arrays, self.note = arrays, note
         self._run: Callable[[dict[str, np.ndarray]], Any] | None = run
 
     def __call__(self) -> Any:

@@ -218,7 +218,7 @@ class GraphedModule(CapturedModule):
             return None
         with self._lock:  # not between another thread's writing and sending, which would bring this step's buffer to the device
             arrays = arena.hand_out(ready.layout).heads
-            return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out))
+            return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out), arena.note)
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if sizes.keys() != self._size_names or min(sizes.values()) < 0:

@@ -109,6 +109,17 @@ static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return PyBool_FromLong(holds);
 }
 
+/* Memory that the device's copy engine has read is dearer to write than to read, and of a large input, as a block table, most is as it
+   was some steps ago: only what differs is written. Where all of it differs this takes a fourth longer than copying. */
+#define RUN 256 /* bytes */
+static void renew(char *to, const char *from, size_t bytes) {
+  if (bytes < 8 * RUN || (to < from + bytes && from < to + bytes)) { memmove(to, from, bytes); return; }
+  size_t at = 0;
+  for (; at + RUN <= bytes; at += RUN)
+    if (memcmp(to + at, from + at, RUN)) memcpy(to + at, from + at, RUN);
+  memcpy(to + at, from + at, bytes - at);
+}
+
 /* copy(addresses and bytes in turn, tuple of tensors): each tensor's bytes to its address */
 static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Py_buffer to;
@@ -119,11 +130,49 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(args[1]); i++, each += 2) {
     PyObject *tensor = PyTuple_GET_ITEM(args[1], i);
     if (!(fits = is_plain(tensor))) break;
-    if (each[1]) memmove((void *)each[0], data_ptr(tensor), each[1]);
+    if (each[1]) renew((char *)each[0], data_ptr(tensor), each[1]);
   }
   PyBuffer_Release(&to);
   if (!fits) { PyErr_SetString(PyExc_TypeError, "copy: not the plain tensors that the addresses are for"); return NULL; }
   Py_RETURN_NONE;
+}
+
+/* table(out, held, rows, states, pages, shift): brings each row of ``out`` up to the row of ``pages`` that ``rows`` names for it. A
+   state is a number and, in its low ``shift`` bits, how many entries the row has; with the same number they have the same entries as
+   far as both go. held: states of what is in out, kept up to date. Returns how many entries were written. */
+static PyObject *table(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  Py_buffer given[5];
+  if (count != 6) { PyErr_SetString(PyExc_TypeError, "table: five arrays and a number"); return NULL; }
+  long shift = PyLong_AsLong(args[5]);
+  if (shift == -1 && PyErr_Occurred()) return NULL;
+  int got = 0;
+  while (got < 5 && !PyObject_GetBuffer(args[got], given + got, got < 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) got++;
+  int64_t *held = given[1].buf, *rows = given[2].buf, *states = given[3].buf, written = 0;
+  int fits = got == 5 && shift > 0 && shift < 32;
+  Py_ssize_t number = 0, most = 0, columns = 0;
+  if (fits) {
+    number = given[2].len / 8;
+    most = given[3].len / 8;
+    columns = most ? given[4].len / 4 / most : 0;
+    fits = number <= most && given[1].len == given[3].len && given[4].len == most * columns * 4 && given[0].len == number * columns * 4;
+  }
+  int64_t mask = ((int64_t)1 << shift) - 1;
+  for (Py_ssize_t i = 0; fits && i < number; i++) {
+    if (!(fits = rows[i] >= 0 && rows[i] < most && (states[rows[i]] & mask) <= columns)) break;
+    int64_t now = states[rows[i]], then = held[i];
+    if (now == then) continue;
+    int64_t begin = now >> shift == then >> shift ? then & mask : 0, entries = (now & mask) - begin;
+    if (entries > 0) {
+      memcpy((int32_t *)given[0].buf + i * columns + begin, (int32_t *)given[4].buf + rows[i] * columns + begin, entries * 4);
+      written += entries;
+    }
+    held[i] = now;
+  }
+  if (fits) memset(held + number, 0, (most - number) * 8); /* others write padding there */
+  while (got) PyBuffer_Release(given + --got);
+  if (PyErr_Occurred()) return NULL;
+  if (!fits) { PyErr_SetString(PyExc_ValueError, "table: the arrays do not fit each other"); return NULL; }
+  return PyLong_FromLongLong(written);
 }
 
 /* send(function, to, from, bytes, stream): what the function returns for the last four, called without the interpreter's lock */
@@ -146,6 +195,7 @@ static PyMethodDef methods[] = {
   {"kind", kind, METH_O, ""},
   {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, ""},
   {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, ""},
+  {"table", (PyCFunction)(void (*)(void))table, METH_FASTCALL, ""},
   {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, ""},
   {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tkernels_native", NULL, -1, methods};

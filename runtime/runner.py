@@ -184,7 +184,10 @@ class Runner:
         context = int(arrays["seq_lens"].sum()) // seqs
         staged = self.steps.stage(sizes, context=context, max_query_len=self.bound(widest))
         if staged is not None:
-            self.inputs.put_table(staged.arrays["block_table"])  # no kernel reads a row past its sequence's pages
+            block_table, note = staged.arrays["block_table"], staged.note
+            note.now = self.inputs.put_table(block_table, note.before)
+            if self.config.graph.check == "poison":
+                self.inputs.check_table(block_table)
             for name, array in arrays.items():
                 staged.arrays[name][...] = array
             tokens, logits = staged()

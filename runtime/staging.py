@@ -20,6 +20,20 @@ _RING = 8
 _RING_BYTES = 16 << 20  # of pinned memory for one ring; with large inputs two buffers have to do
 
 
+class Note:
+    """What a buffer holds, in the words of who writes into it: so the next writer may leave what is right already.
+
+    before: what was noted when the buffer was last handed out; None if nothing was, as by writers that take no notes. now: to be set once
+    the buffer is written.
+    """
+
+    __slots__ = ("before", "now")
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+        self.now: Any = None
+
+
 @dataclass
 class Part:
     """One layout in one buffer: what to write, what to fill with what, which bytes to copy.
@@ -124,6 +138,9 @@ class Staging:
                     array = as_numpy(cut(buffer, offsets[name], spec, largest))
                     by_size[sizes.index(dim.name)].append((array, dim.extra, fill_value(spec.pad, spec.dtype)))
             self._rows.append(by_size)
+        self._notes = [Note() for _ in self._buffers]
+        self.note = Note()
+        """Of the buffer that was handed out last. Each hand-out makes a new one: late words about the one before reach nobody."""
         self._complete: list[Part | None] = [None] * count  # the part that lies in each buffer with all its padding
 
     def hand_out(self, layout: Layout) -> Part:
@@ -133,6 +150,7 @@ class Staging:
             ring.wait()
         turn = ring.turn
         self.handed_out += 1
+        self.note = self._notes[turn] = Note(self._notes[turn].now)
         part = layout.parts[turn] or self._make_part(layout, turn)
         if self._complete[turn] is not part:  # what is written now may lie over padding
             self._filled[turn] = tuple(map(max, self._filled[turn], layout.counts))

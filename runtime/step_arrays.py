@@ -11,6 +11,7 @@ from operator import is_
 
 import numpy as np
 
+from runtime.block_table import BlockTable
 from runtime.request import Request
 from runtime.scheduler import Step
 
@@ -32,9 +33,8 @@ class StepArrays:
         """Tokens of its longest chunk."""
         self._pages: list[list[int]] = []  # of its requests: the next step mostly has the same
         self._range, self._ones = np.arange(num_rows + 1), np.ones(num_rows, np.int64)
-        self._table = np.zeros((num_rows, num_columns), np.int32)
+        self.table = BlockTable(num_rows, num_columns)
         self._table_pages: list[list[int] | None] = [None] * num_rows
-        self._table_filled = np.zeros(num_rows, np.int64)
         self._temperature, self._top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
         self._top_k, self._seeds = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int64)
         self._asks_more = np.zeros(num_rows, bool)
@@ -56,8 +56,8 @@ class StepArrays:
         counts = self._ones[: len(rows)] if self.widest == 1 else np.array(all_counts)
         offsets = offsets_of(counts)
         ends, last, size = starts + counts, offsets[1:] - 1, int(offsets[-1])
-        for i in np.flatnonzero(ends > self._table_filled[rows] * self.page_size).tolist():
-            self._fill_row(requests[i])
+        for i in np.flatnonzero(ends > self.table.filled[rows] * self.page_size).tolist():
+            self.table.fill(requests[i].row, pages[i])
         # Where a step in flight (this one is counted too) samples the last token, that lies on the device.
         is_sampled = np.array([request.num_sampling for request in requests]) > 1
         sources = self._source[rows]
@@ -72,7 +72,7 @@ class StepArrays:
             starts,
             counts,
             offsets,
-            self._table,
+            self.table.pages,
             rows,
             self.page_size,
             input_ids=ids,
@@ -94,34 +94,31 @@ class StepArrays:
         self._source.fill(-1)
         self._source[self.rows] = self._range[: len(self.rows)]
 
-    def put_table(self, out: np.ndarray) -> None:
-        """Block table of the newest step, only as wide as its longest sequence: at a context of 131,072 the rest would be most of a
-        step's time on the host."""
-        width = self._table_filled[self.rows].max()
-        out[:, :width] = self._table[:, :width][self.rows]
+    def put_table(self, out: np.ndarray, held: np.ndarray | None = None) -> np.ndarray:
+        """Block table of the newest step; see ``BlockTable.put``."""
+        return self.table.put(self.rows, out, held)
 
     def wide_table(self) -> np.ndarray:
-        """The same at its full width, which graphs are made for."""
-        table = np.zeros((len(self.rows), self._table.shape[1]), np.int32)
+        """The same, in memory of its own."""
+        table = np.zeros((len(self.rows), self.table.pages.shape[1]), np.int32)
         self.put_table(table)
         return table
+
+    def check_table(self, out: np.ndarray) -> None:
+        """Assert that each row of the newest step's table holds its request's pages, as the scheduler has them."""
+        for i, (pages, filled) in enumerate(zip(self._pages, self.table.filled[self.rows].tolist(), strict=True)):
+            assert out[i, :filled].tolist() == pages[:filled], f"row {i} of the block table holds {out[i, :filled]}, not pages {pages}"
 
     def _take_row(self, request: Request) -> None:
         """A request has been admitted: its row holds nothing of it yet."""
         row, params = request.row, request.params
-        self._table_pages[row], self._table_filled[row] = request.pages, 0
+        self._table_pages[row] = request.pages
+        self.table.take(row)
         self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
         self._seeds[row] = request.seed
         asks = self._asks_more[row] = request.adjusts or params.logprobs is not None
         if asks:
             self._admit(request)
-
-    def _fill_row(self, request: Request) -> None:
-        """Its pages since the last time go into its row."""
-        row, pages = request.row, request.pages
-        filled = self._table_filled[row]
-        self._table[row, filled : len(pages)] = pages[filled:]
-        self._table_filled[row] = len(pages)
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:

@@ -124,6 +124,21 @@ def test_every_tensor_is_copied_to_its_place(way: str, strided: bool) -> None:
     assert block[:, 3:].eq(7).all()
 
 
+@pytest.mark.parametrize("size", [2047, 2048, 2049, 4096 + 255])
+def test_each_byte_of_a_large_input_is_brought_up_to_date(way: str, size: int) -> None:
+    """Only runs that differ are written: one other byte, first, last or between, shows; what lies behind the input stays."""
+    given, block = torch.randint(0, 255, (size,), dtype=torch.uint8), torch.zeros(size + 8, dtype=torch.uint8)
+    copy = addresses.copier([block[:size]])
+    for place in (0, 255, 256, size // 2, size - 257, size - 256, size - 255, size - 1):
+        given[place] += 1
+        copy((given,))
+        assert torch.equal(block[:size], given) and not block[size:].any(), place
+    if way == "C":  # torch says nothing about memory that overlaps
+        block[:size] = given
+        addresses.copier([block[8:]])((block[:size],))
+        assert torch.equal(block[8:], given)
+
+
 def test_a_call_gives_the_same_without_the_loop_in_c(way: str) -> None:
     module = Layers()
     fast = make(module, mode="full")
