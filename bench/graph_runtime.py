@@ -10,7 +10,7 @@ Llama-1B shape with random weights unless --small. Parts:
 - startup: captures of each mode alone, and what a call adds on the host, with tensors or staged (as the engine does). Host time is what a
   call takes with the device idle before it; "adds" is that less the launch of the graphs alone; of a piece: the launch of all less the
   splitting ops alone, divided by the pieces. Its parts, and what a launch takes behind other things: bench/replay_host.py;
-- host: that alone, of full graphs of a few batches: half a minute;
+- host: that alone, of full graphs of a few batches, all of them first and then by part;
 - random: random serving steps, each compared bit for bit with the callable not captured, on a small model (bench/random_steps.py);
 - regret: every step size timed again in every mode, pick against best, for each context;
 - split: start-up and piecewise step time of both ways to cut, the FX graph and the capture.
@@ -30,7 +30,7 @@ import torch
 from bench.decode_step import check_modes, our_step, peer_runs
 from bench.harness import back_to_back_us, write_results
 from bench.random_steps import run_random_steps
-from bench.replay_host import host_row
+from bench.replay_host import added_row, host_row
 from bench.shapes import LLAMA_1B, TINY
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
@@ -149,16 +149,22 @@ def startup_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> I
 
 
 def host_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iterator[Row]:
-    """Full graphs of a few batches alone."""
-    batches = sorted({min(n, arguments.seqs) for n in (1, 8, 64, arguments.seqs)})
+    """Full graphs of decode steps alone: what each batch adds first, then what of it is which part."""
+    batches = sorted({min(n, arguments.seqs) for n in (1, 8, 64, 256, arguments.seqs)})
     runner = make_runner(model, "full", arguments, arguments.contexts[:1], capture_sizes=batches)
-    runner.warmup()
-    for batch, row in _by_batch(runner, "full", batches):
-        yield {"what": "host time", "mode": "full", "batch": batch, **row}
+    start = time.perf_counter()
+    runner.steps.warmup(make_inputs=runner._representative, keys=[{"max_query_len": 1}], contexts=runner.contexts)
+    print(f"host: warm-up {time.perf_counter() - start:.1f} s", flush=True)
+    for what, row_of, repeats in (("host time in all", added_row, 50), ("host time", host_row, 40)):
+        for batch, row in _by_batch(runner, "full", batches, lambda *given, row_of=row_of, repeats=repeats: row_of(*given, repeats)):
+            yield {"what": what, "mode": "full", "batch": batch, **row}
+            if budget.left() < 0:
+                yield {"what": what, "skipped": f"what comes after batch {batch}: the time is over"}
+                return
     runner.steps.reset()
 
 
-def _by_batch(runner: Runner, mode: str, batches: Iterable[int]) -> Iterator[tuple[int, Row]]:
+def _by_batch(runner: Runner, mode: str, batches: Iterable[int], row_of: Callable[..., Row] = host_row) -> Iterator[tuple[int, Row]]:
     """Host time of the decode steps of these sizes that the mode serves."""
     steps = runner.steps
     assert steps._steps is not None
@@ -167,7 +173,7 @@ def _by_batch(runner: Runner, mode: str, batches: Iterable[int]) -> Iterator[tup
         inputs = runner.batch(batch, 0)
         decision = steps.explain(**inputs)
         if decision.mode == mode:
-            yield batch, host_row(steps, inputs, key.arena, key.captured[decision.mode, decision.size])
+            yield batch, row_of(steps, inputs, key.arena, key.captured[decision.mode, decision.size])
 
 
 # -- random steps ---------------------------------------------------------------------------------------------------------------

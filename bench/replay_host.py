@@ -1,9 +1,10 @@
 """Host time of one replay of a captured step by part, the device idle before it: what ``bench.graph_runtime`` reports.
 
-A call passes tensors, a staged step has its arrays written in place, as the engine does. "Behind itself" is such a call right after
-another, while the device is busy with that: the host has just done the same, so its caches are warm. All parts are timed within such a
-step, which finds other things in the processor's caches than a loop over one part does. What a launch takes depends on what is on its
-stream, so the step's launch is also timed alone, behind the inputs' copy, behind that copy when it is over, and behind a kernel.
+A call passes tensors, the same ones each time. A staged step has its arrays written in place as the engine does it: all but the block
+table, which gets the pages that are new. "Behind itself" is such a call right after another, while the device is busy with that: the
+host has just done the same, so its caches are warm. All parts are timed within such a step, which finds other things in the processor's
+caches than a loop over one part does. What a launch takes depends on what is on its stream, so the step's launch is also timed alone,
+behind the inputs' copy, behind that copy when it is over, and behind a kernel.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from runtime.block_table import BlockTable
 from runtime.captured_step import EagerCall
-from runtime.outputs import RealRows
+from runtime.outputs import RealRows, taken
 from runtime.ready import Known, Ready
 
 Row = dict[str, Any]
@@ -30,16 +33,16 @@ def sync() -> None:
         torch.cuda.synchronize()
 
 
-def host_us(run: Callable[[], Any], repeats: int = 100) -> float:
-    """Median host time of one call, the device idle before each."""
-    return _in_turn_us({"": run}, repeats)[""]
+def host_us(run: Callable[[], Any], repeats: int = 100, before: Callable[[], object] = sync) -> float:
+    """Median host time of one call, ``before`` called before each: the device is idle then."""
+    return _in_turn_us({"": run}, repeats, before)[""]
 
 
-def _in_turn_us(runs: dict[str, Callable[[], Any]], repeats: int = 100) -> dict[str, float]:
-    """Median host time of each, one right after the other, the device idle before the first."""
+def _in_turn_us(runs: dict[str, Callable[[], Any]], repeats: int, before: Callable[[], object] = sync) -> dict[str, float]:
+    """Median host time of each, one right after the other, ``before`` called before the first."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        sync()
+        before()
         for name, run in runs.items():
             start = time.perf_counter()
             run()
@@ -48,54 +51,106 @@ def _in_turn_us(runs: dict[str, Callable[[], Any]], repeats: int = 100) -> dict[
     return {name: statistics.median(each) * 1e6 for name, each in times.items()}
 
 
-def host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any) -> Row:
-    """steps: a graphed module whose graph ``captured``, over ``arena``, serves ``inputs``."""
-    step = captured.step
-    arrays = {name: t.numpy() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
-    sizes = {"tokens": len(arrays["input_ids"]), "seqs": len(arrays["seq_lens"])}
+class StagedSteps:
+    """Staged decode steps as the engine makes them: a row of the block table in ``page_size`` gets a page before each, the others lie in
+    the buffer. All other inputs are those given."""
 
-    class Staging:
-        """A staged step, taken apart so that the writing can be timed within it."""
+    def __init__(self, steps: Any, inputs: dict[str, Any], page_size: int = 16) -> None:
+        self._steps, self._page_size = steps, page_size
+        self._host = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
+        self._arrays = {name: t.numpy() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+        self._pages, self._lens = self._arrays.pop("block_table"), self._arrays["seq_lens"]
+        self.sizes = {"tokens": len(self._arrays["input_ids"]), "seqs": len(self._lens)}
+        self._rows, self._turn = np.arange(len(self._pages)), 0
+        self._table = BlockTable(*self._pages.shape)
+        for row in self._rows.tolist():
+            self._admit(row)
 
-        def write(self, staged: Any) -> None:
-            for name, array in arrays.items():
-                staged.arrays[name][...] = array
+    def _admit(self, row: int) -> None:
+        self._table.take(row)
+        self._table.fill(row, self._pages[row, : -(-int(self._lens[row]) // self._page_size)].tolist())
 
-        def step(self) -> None:
-            staged = steps.stage(sizes, max_query_len=inputs["max_query_len"])
-            self.write(staged)
-            staged()
+    def wait(self) -> None:
+        """Until the device is idle; meanwhile the requests get their pages, which is the scheduler's time."""
+        sync()
+        self._turn += 1
+        for row in range(self._turn % self._page_size, len(self._rows), self._page_size):
+            filled = int(self._table.filled[row])
+            if filled == self._pages.shape[1]:
+                self._admit(row)
+            else:
+                self._table.fill(row, self._pages[row, : filled + 1].tolist())
 
-    staging = Staging()
-    sweep, send, launch = (steps._steps.persistent, "moved"), (arena, "send"), (step, "replay")
-    both: Parts = {"sweep": sweep, "send": send, "launch": launch, "lend": (RealRows, "lent")}
-    within: Parts = {"match": (Known, "tensors"), "all of run": (Known, "run"), "all but fill": (Ready, "run")}
-    called = _parts_us(lambda: steps(**inputs), {**within, **both})
-    called["fill"] = called.pop("all of run") - called.pop("all but fill")
-    written = _parts_us(staging.step, {"stage": (steps, "stage"), "write": (staging, "write"), **both})
-    runs: dict[str, Callable[[], Any]] = {"call": lambda: steps(**inputs), "staged": staging.step, "replay": step.replay}
-    call, staged, replay = map(host_us, runs.values())
-    busy = {name: _in_turn_us({"first": run, "second": run})["second"] for name, run in runs.items()}
-    calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
-    splits = host_us(lambda: [run() for run in calls]) if calls else 0.0
-    pieces = len(step.graphs)
+    def write(self, staged: Any) -> None:
+        staged.note.now = self._table.put(self._rows, staged.arrays["block_table"], staged.note.before)
+        for name, array in self._arrays.items():
+            staged.arrays[name][...] = array
+
+    def step(self) -> Any:
+        staged = self._steps.stage(self.sizes, **self._host)
+        self.write(staged)
+        return staged()
+
+    @property
+    def pages_written(self) -> int:
+        """By the newest step."""
+        return self._table.written
+
+
+def added_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any, repeats: int = 100) -> Row:
+    """What a call and a staged step take on the host, and what both add to the launch of the graph. steps: a graphed module whose graph
+    ``captured``, over ``arena``, serves ``inputs``."""
+    staged = StagedSteps(steps, inputs)
+    bits = [[taken(each).clone() for each in run()] for run in (staged.step, lambda: steps(**inputs))]
+    if not all(torch.equal(a, b) for a, b in zip(*bits, strict=True)):
+        raise SystemExit(f"{staged.sizes}: a staged step gives other bits than a call: not timing a wrong answer")
+    for _ in range(2 * arena._staging.ring.size):  # buffers, guards and notes that are made when they first come round
+        staged.wait()
+        staged.step()
+    pages_written = staged.pages_written
+    call, replay = host_us(lambda: steps(**inputs), repeats), host_us(captured.step.replay, repeats)
+    for _ in range(arena._staging.ring.size):  # the calls have written into all buffers
+        staged.step()
+    stage = host_us(staged.step, repeats, staged.wait)
     return {
-        "call_us": call, "staged_us": staged, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": staged - replay,
-        "sweep_us": written["sweep"], "call_parts_us": _with_rest(called), "staged_parts_us": _with_rest(written),
-        "behind_itself_us": busy, "by_hand_us": _by_hand(step, arena.layout(sizes, captured.padded)),
-        "pieces": pieces, "splitting_ops_us": splits,
-        "bytes": arena.layout(sizes, captured.padded).end,
-        "per_piece_us": (replay - splits) / pieces, "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
+        "call_us": call, "staged_us": stage, "replay_us": replay, "adds_us": call - replay, "staged_adds_us": stage - replay,
+        "bytes": arena.layout(staged.sizes, captured.padded).end, "pages_written": pages_written,
     }  # fmt: skip
 
 
-def _by_hand(step: Any, layout: Any) -> Row:
+def host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any, repeats: int = 100) -> Row:
+    """The same, and by part."""
+    row = added_row(steps, inputs, arena, captured, repeats)
+    step, staging = captured.step, StagedSteps(steps, inputs)
+    sweep, send, launch = (steps._steps.persistent, "moved"), (arena, "send"), (step, "replay")
+    both: Parts = {"sweep": sweep, "send": send, "launch": launch, "lend": (RealRows, "lent")}
+    within: Parts = {"match": (Known, "tensors"), "all of run": (Known, "run"), "all but fill": (Ready, "run")}
+    called = _parts_us(lambda: steps(**inputs), {**within, **both}, repeats)
+    called["fill"] = called.pop("all of run") - called.pop("all but fill")
+    for _ in range(arena._staging.ring.size):
+        staging.step()
+    written = _parts_us(staging.step, {"stage": (steps, "stage"), "write": (staging, "write"), **both}, repeats, staging.wait)
+    runs: dict[str, Callable[[], Any]] = {"call": lambda: steps(**inputs), "staged": staging.step, "replay": step.replay}
+    busy = {name: _in_turn_us({"first": run, "second": run}, repeats)["second"] for name, run in runs.items()}
+    calls = [segment.runner() for segment in step.segments if isinstance(segment, EagerCall)]
+    splits = host_us(lambda: [run() for run in calls], repeats) if calls else 0.0
+    pieces = len(step.graphs)
+    return {
+        **row,
+        "sweep_us": written["sweep"], "call_parts_us": _with_rest(called), "staged_parts_us": _with_rest(written),
+        "behind_itself_us": busy, "by_hand_us": _by_hand(step, arena.layout(staging.sizes, captured.padded), repeats),
+        "pieces": pieces, "splitting_ops_us": splits, "per_piece_us": (row["replay_us"] - splits) / pieces,
+        "bound": sum(s.bound is not None for s in step.segments if isinstance(s, EagerCall)),
+    }  # fmt: skip
+
+
+def _by_hand(step: Any, layout: Any, repeats: int) -> Row:
     """The copy and the launch with nothing around them, the first by torch, and the launch behind other things."""
     part = next(part for part in layout.parts if part is not None)
     copy = partial(part.target.copy_, part.source, non_blocking=True)
     one = torch.zeros(1, device=part.target.device)
     behind = {"the copy": copy, "the copy when it is over": lambda: (copy(), sync()), "a kernel": lambda: one.add_(1)}
-    found = {name: _in_turn_us({"before": run, "launch": step.replay}) for name, run in behind.items()}
+    found = {name: _in_turn_us({"before": run, "launch": step.replay}, repeats) for name, run in behind.items()}
     return {"copy": found["the copy"]["before"], **{f"launch behind {name}": each["launch"] for name, each in found.items()}}
 
 
@@ -105,7 +160,7 @@ def _with_rest(parts: dict[str, float]) -> dict[str, float]:
     return {"whole": whole, **parts, "rest": whole - sum(parts.values())}
 
 
-def _parts_us(run: Callable[[], Any], parts: Parts) -> dict[str, float]:
+def _parts_us(run: Callable[[], Any], parts: Parts, repeats: int, before: Callable[[], object] = sync) -> dict[str, float]:
     """Median host time of each part within the step, and of the whole."""
     spent: dict[str, list[float]] = {part: [] for part in parts}
 
@@ -122,7 +177,7 @@ def _parts_us(run: Callable[[], Any], parts: Parts) -> dict[str, float]:
     for part, (owner, name) in parts.items():
         setattr(owner, name, timed(spent[part], getattr(owner, name)))
     try:
-        whole = host_us(run)
+        whole = host_us(run, repeats, before)
     finally:
         for part, (owner, name) in parts.items():
             delattr(owner, name)

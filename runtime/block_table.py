@@ -16,6 +16,15 @@ _SHIFT = 24
 states with the same number hold the same pages as far as both go; and no number is given twice."""
 
 
+class Held:
+    """What some memory holds of a table: the states of its rows. Good for that table alone: another one numbers its admissions anew."""
+
+    __slots__ = ("of", "states")
+
+    def __init__(self, of: BlockTable, num_rows: int) -> None:
+        self.of, self.states = of, np.zeros(num_rows, np.int64)
+
+
 class BlockTable:
     """Rows of pages, one for each request that may run.
 
@@ -43,17 +52,17 @@ class BlockTable:
         self.filled[row] = end
         self._states[row] += end - filled
 
-    def put(self, rows: np.ndarray, out: np.ndarray, held: np.ndarray | None = None) -> np.ndarray:
+    def put(self, rows: np.ndarray, out: np.ndarray, held: Held | None = None) -> Held:
         """Write the table of these rows. Past a row's own pages ``out`` keeps what it holds: no kernel reads there.
 
         rows: [n] int64. out: [n, num_columns] int32, contiguous. held: what the last ``put`` into this memory returned, if since then
-        nobody but ``put`` has written into its first rows; None: nothing is known. Returns what it holds now.
+        nobody but ``put`` has written into its first rows; None, or another table's: nothing is known. Returns what it holds now.
         """
-        if held is None:
-            held = np.zeros_like(self._states)
+        if held is None or held.of is not self:
+            held = Held(self, len(self._states))
         made = native()
         if made is not None:
-            self.written = made.table(out, held, rows, self._states, self.pages, _SHIFT)
+            self.written = made.table(out, held.states, rows, self._states, self.pages, _SHIFT)
             return held
         # without C: only as wide as the longest row; at a context of 131,072 the rest would be most of a step's time on the host
         width = self.filled[rows].max(initial=0)

@@ -11,7 +11,7 @@ from operator import is_
 
 import numpy as np
 
-from runtime.block_table import BlockTable
+from runtime.block_table import BlockTable, Held
 from runtime.request import Request
 from runtime.scheduler import Step
 
@@ -94,7 +94,7 @@ class StepArrays:
         self._source.fill(-1)
         self._source[self.rows] = self._range[: len(self.rows)]
 
-    def put_table(self, out: np.ndarray, held: np.ndarray | None = None) -> np.ndarray:
+    def put_table(self, out: np.ndarray, held: Held | None = None) -> Held:
         """Block table of the newest step; see ``BlockTable.put``."""
         return self.table.put(self.rows, out, held)
 

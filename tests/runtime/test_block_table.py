@@ -149,6 +149,12 @@ def test_rows_that_move_and_rows_taken_again_are_written(way: str) -> None:
     assert out[0, 0] == 7 and (way == "numpy" or table.written == 1)
     held = table.put(np.array([1, 2, 0]), out, held)
     assert way == "numpy" or table.written == 0
+    other = BlockTable(3, 4)
+    for row in range(3):
+        other.take(row)
+        other.fill(row, [8])
+    held = table.put(np.array([1, 2, 0]), out, other.put(np.array([0, 1, 2]), out))
+    assert out[:, 0].tolist() == [7, 4, 1], "states of another table say nothing"
     held = table.put(np.array([1, 2]), out[:2], held)
     out[2] = 0
     table.put(np.array([1, 2, 0]), out, held)
