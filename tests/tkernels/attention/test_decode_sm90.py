@@ -106,10 +106,9 @@ def test_the_workspace_is_bounded_by_the_device(seqs: int) -> None:
 # ---- that it compiles
 
 
-def verify_compiled(cases: list[dict[str, Any]], spills: int = 64) -> None:
-    """spills: bytes stored and loaded, which lie outside the loops over keys."""
+def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline([{"kernel": "decode"} | case for case in cases]), strict=True):
-        assert facts["spills"] <= spills, (case, facts)
+        assert facts["spills"] <= 64, (case, facts)  # bytes stored and loaded, outside the loops over keys
         assert facts["shared"] <= 227 << 10, (case, facts)
         assert facts["wgmma"] > 0
 
@@ -129,7 +128,7 @@ def test_every_specialisation_compiles() -> None:
         + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4}, {"heads": 64, "kv_heads": 8}]
     )
     everything = {"window": 100, "softcap": 30.0, "sinks": True, "lse": True, "scales": True}
-    verify_compiled([everything | {"dim": dim} for dim in (64, 128)], spills=512)
+    verify_compiled([everything | {"dim": dim} for dim in (64, 128)])
 
 
 # ---- against the oracle, on a GPU

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tkernels.attention._decode_sm90.shared import HANDSHAKE, Q_STAGES, ROWS, barrier
-from tkernels.attention._sm90_rings import FIRST_BARRIER, get_word, meet, wait_work
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, meet, wait_work
 
 
 @gluon.jit
@@ -200,11 +200,10 @@ def consumer(
                 s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, [s])
                 meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
-                if HAS_SOFTCAP or HAS_K_SCALE:
+                if HAS_SOFTCAP:
+                    s = cap(s, head_scale, softcap)
+                elif HAS_K_SCALE:
                     s = s * head_scale
-                if HAS_SOFTCAP:  # softcap · tanh(s / softcap), right at both ends
-                    t = gl.exp2(gl.abs(s) * (-2.0 * 1.4426950408889634 / softcap))
-                    s = gl.where(s < 0, -softcap, softcap) * ((1.0 - t) / (1.0 + t))
                 start = block * BLOCK_N
                 p, m1, l1, factor = _softmax(
                     s, m1, l1, position - start, offs_n, 1.0 if HAS_SOFTCAP or HAS_K_SCALE else qk_scale, window, HAS_WINDOW

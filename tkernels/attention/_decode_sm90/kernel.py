@@ -21,7 +21,7 @@ from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
 from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS, wait_for_previous
-from tkernels.attention._sm90_rings import FIRST_BARRIER, WORK_STAGES, Stages, Work
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])

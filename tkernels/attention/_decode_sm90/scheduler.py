@@ -16,7 +16,7 @@ from tkernels.attention._decode_sm90.shared import (
     range_begin,
     range_of,
 )
-from tkernels.attention._sm90_rings import add, end_work, put_word, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, put_word, wait_room
 
 
 @gluon.jit

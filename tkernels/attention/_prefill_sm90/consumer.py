@@ -7,13 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from tkernels.attention._prefill_sm90.shared import HANDSHAKE, OUT_COLUMNS, ROWS, TILE, here
-from tkernels.attention._sm90_rings import FIRST_BARRIER, WORK_STAGES, get_word, meet, wait_work
-
-
-@gluon.jit
-def _reciprocal(x):
-    """1 / x to one unit in the last place: the operator's division takes three times the instructions, and registers."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, cap, get_word, meet, wait_work
 
 
 @gluon.jit
@@ -25,9 +19,8 @@ def _softmax(
 
     m: running maximum of the scores (with a soft cap: of the capped ones, in base 2); l: running sum of p = 2^(scaled score - maximum).
     """
-    if HAS_SOFTCAP:  # softcap · tanh(x / softcap) = 2 · softcap / (1 + e^(-2 x / softcap)) - softcap, right at both ends
-        t = gl.exp2(s * (qk_scale * (-2.0 * 1.4426950408889634) / softcap))
-        s = _reciprocal(1.0 + t) * (2.0 * softcap) - softcap
+    if HAS_SOFTCAP:
+        s = cap(s, qk_scale, softcap)
         qk_scale = 1.0
     if MASKED:
         visible = key[None, :] <= position[:, None]

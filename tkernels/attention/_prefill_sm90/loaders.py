@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tkernels.attention._prefill_sm90.shared import HANDSHAKE
-from tkernels.attention._sm90_rings import get_word, meet, wait_work
+from tkernels.attention._sm90_gluon import get_word, meet, wait_work
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._prefill_sm90.shared import ROWS, SEQS, TILE, WARPGROUPS, WIDE
-from tkernels.attention._sm90_rings import add, end_work, put_word, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, put_word, wait_room
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Rings in shared memory and their handshakes, for the Gluon kernels: _prefill_sm90, _decode_sm90."""
+"""What the Gluon kernels share (_prefill_sm90, _decode_sm90): rings in shared memory, their handshakes, the soft cap."""
 
 from __future__ import annotations
 
@@ -83,3 +83,16 @@ def end_work(work, stage):
 def add(a, b):
     """For ``gl.associative_scan``."""
     return a + b
+
+
+@gluon.jit
+def _reciprocal(x):
+    """1 / x to one unit in the last place: the operator's division takes three times the instructions, and registers."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def cap(s, scale, softcap):
+    """softcap · tanh(x / softcap) = 2 · softcap / (1 + e^(-2 x / softcap)) - softcap of x = s · scale, right at both ends."""
+    t = gl.exp2(s * (scale * (-2.0 * 1.4426950408889634) / softcap))
+    return _reciprocal(1.0 + t) * (2.0 * softcap) - softcap
