@@ -1,13 +1,14 @@
 """Decode of sequences with 2 to 8 query tokens on Hopper, as speculative decoding makes them, by the Gluon kernel of _decode_sm90.
 
 The query rows of such a sequence, tokens times the heads of a group, are rows of one warpgroup MMA, so 8 tokens cost what 2 do. Keys
-come by TMA through six stages of 32 KiB, where decode.py's pipeline holds one block of keys once it takes that many columns. For one query
-token decode.py is as fast or faster, so it keeps those sequences, in every bucket: which kernel computes a sequence depends on its own
-query length alone.
+come by TMA through six stages of 32 KiB (eight of 16 for heads of up to 64), where decode.py's pipeline holds one block of keys once it
+takes that many columns. For one query token decode.py is as fast or faster, so it keeps those sequences, in every bucket: which kernel
+computes a sequence depends on its own query length alone.
 
 Again a tree fixed by a sequence's own length, over equal ranges that are cut between its leaves (decode.py), with two levels: blocks of
-128 keys are folded into leaves (1, 2, 4, … blocks), leaves into the row. Workspace: a slot per leaf of each cut sequence, at most one of
-which begins in a range: 32 MiB with 32 heads of 128 on 8 KV heads and 132 multiprocessors.
+128 keys are folded into leaves (1, 2, 4, … blocks), leaves into the row. There are leaves enough for one sequence to take all programs of
+a KV head. Workspace: a slot per leaf of each cut sequence, at most one of which begins in a range. With heads of 128, 8 of them on each KV
+head and 132 multiprocessors: at most 64 MiB for 8 KV heads, and 1056 MiB for one, which takes 132 sequences or more.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tkernels._triton import next_power_of_2
 from tkernels.attention import _sm90
 from tkernels.attention._common import LOG2_E
 from tkernels.attention._inputs import Inputs
+from tkernels.attention.decode import QUERY_LEN
 
-_QUERIES = 8  # query tokens at most, as in the kernel
 _GROUP = 8  # heads of a group at most: 64 rows
 _DIMS = (33, 128)
 _BLOCK_N = 128
-_STAGES = {64: 4, 128: 3}  # K blocks that are resident, and V blocks: at most 224 KiB of shared memory and 8 named barriers
+_STAGES = {64: 4, 128: 3}  # K blocks that are resident, and V blocks: with two of queries 224 KiB of shared memory; 8 named barriers
 
 
 def enable(on: bool) -> None:
@@ -44,8 +45,8 @@ def absence(arch: str) -> str | None:
 def refusal(x: Inputs, arch: str) -> str | None:
     """Why decode.py computes this call, or None where the Gluon kernel does.
 
-    Depends on the device, the model's shape, strides and features alone, never on lengths, the bucket of query lengths or the batch, so
-    that a sequence gets the same bits in every batch. arch: as in tkernels._target.
+    Depends on the device, the model's shape, strides, alignment and features alone, never on lengths, the bucket of query lengths or the
+    batch, so that a sequence gets the same bits in every batch. arch: as in tkernels._target.
     """
     problem = _sm90.refusal("decode", x, arch, _DIMS)
     if problem is None and x.heads > _GROUP * x.kv_heads:
@@ -60,7 +61,7 @@ def constants(x: Inputs, has_lse: bool, num_sms: int) -> dict[str, Any]:
     programs = max(1, num_sms // x.kv_heads)
     return dict(
         DTYPE=_sm90.element(x.q.dtype), KV_HEADS=x.kv_heads, GROUP=x.heads // x.kv_heads, GROUP_ROWS=group_rows,
-        SLOT_ROWS=_QUERIES * group_rows, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=_BLOCK_N,
+        SLOT_ROWS=QUERY_LEN * group_rows, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=_BLOCK_N,
         K_STAGES=_STAGES[dim], V_STAGES=_STAGES[dim], PROGRAMS=programs,
         LEAVES=max(16, next_power_of_2(programs)), BY_RANGE=x.num_seqs > programs,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
@@ -71,7 +72,7 @@ def constants(x: Inputs, has_lse: bool, num_sms: int) -> dict[str, Any]:
 def boxes(dtype: torch.dtype, dim: int, page_size: int, group_rows: int) -> dict[str, tuple[list[int], Any]]:
     """Descriptor → (shape of what one TMA copies, its layout in shared memory)."""
     keys = _sm90.box(dtype, (1, min(page_size, _BLOCK_N), 1, dim))
-    return {"q_desc": _sm90.box(dtype, (_QUERIES, group_rows, dim)), "k_desc": keys, "v_desc": keys}
+    return {"q_desc": _sm90.box(dtype, (QUERY_LEN, group_rows, dim)), "k_desc": keys, "v_desc": keys}
 
 
 def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -5,7 +5,6 @@ A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends
 
 from __future__ import annotations
 
-import faulthandler
 import re
 from collections.abc import Generator
 from typing import Any
@@ -17,7 +16,7 @@ from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_prefill_sm90 import call, compile_offline
 from tests.tkernels.attention.test_values import attend
-from tkernels import _counters, _dependent, _repeats
+from tkernels import _dependent, _repeats
 from tkernels.attention import _sm90, decode_sm90, paged
 
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
@@ -27,12 +26,7 @@ gpu = pytest.mark.gpu
 # ---- which calls it takes
 
 
-@pytest.fixture
-def _gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sm90, "gluon_problem", lambda: None)
-
-
-@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize(
     ("inputs", "word"),
     [
@@ -50,7 +44,7 @@ def test_refused_calls_say_why(inputs: Any, word: str) -> None:
     assert re.search(word, problem), problem
 
 
-@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.usefixtures("gluon_compiles")
 def test_taken_calls() -> None:
     qkv = torch.zeros((32, 8 * 128), dtype=torch.bfloat16)
     both = torch.zeros((4, 2, 16, 2, 128), dtype=torch.bfloat16)
@@ -63,7 +57,7 @@ def test_taken_calls() -> None:
         assert "sm_80" in str(decode_sm90.refusal(x, "sm_80"))
 
 
-@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.usefixtures("gluon_compiles")
 def test_each_kernel_has_its_own_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[bool] = []
     monkeypatch.setattr(_repeats, "forget", lambda: forgotten.append(True))
@@ -77,7 +71,7 @@ def test_each_kernel_has_its_own_switch(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(forgotten) == 2, "launches of the other kernel would be repeated"
 
 
-@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize(("queries", "kernels"), [([1, 1], ["decode 1"]), ([1, 8], ["sm90", "decode 1"]), ([30, 3], ["sm90", "decode 1"])])
 def test_a_sequence_of_one_token_takes_the_same_kernel_in_every_bucket(queries, kernels, monkeypatch) -> None:
     launched: list[str] = []
@@ -91,15 +85,17 @@ def test_a_sequence_of_one_token_takes_the_same_kernel_in_every_bucket(queries, 
     assert launched == kernels
 
 
-@pytest.mark.usefixtures("_gluon_compiles")
+@pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize("seqs", [1, 16, 8192])
-def test_the_workspace_is_bounded_by_the_device(seqs: int) -> None:
-    """32 heads of 128 on 8 KV heads: within 32 MiB and the states, whatever the number of sequences."""
+@pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(32, 8, 32), (64, 8, 64), (8, 1, 1056)])
+def test_the_workspace_is_bounded_by_the_device(heads: int, kv_heads: int, mib: int, seqs: int) -> None:
+    """Heads of 128 on 132 multiprocessors, beside the states: whatever the number of sequences."""
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    case = make_case([2], [2], heads=32, kv_heads=8, dim=128, page_size=16, dtype=torch.bfloat16)
+    case = make_case([2], [2], heads=heads, kv_heads=kv_heads, dim=128, page_size=16, dtype=torch.bfloat16)
     x = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)._replace(num_seqs=seqs)
     constant = decode_sm90.constants(x, False, 132)
-    assert min(seqs, constant["PROGRAMS"]) * 8 * constant["LEAVES"] * constant["SLOT_ROWS"] * 128 * 4 <= 32 << 20
+    taken = min(seqs, constant["PROGRAMS"]) * kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * 128 * 4
+    assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
     assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
 
 
@@ -135,7 +131,7 @@ def test_every_specialisation_compiles() -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[bool]]:
+def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Generator[list[bool]]:
     """Launches of the kernel, which the op must choose."""
     launches: list[bool] = []
     launch = decode_sm90.decode_sm90
@@ -146,13 +142,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Generator[list[bool]]:
 
     monkeypatch.setattr(paged.decode_sm90, "decode_sm90", listed)
     _repeats.forget()  # a repeated call launches past the list
-    faulthandler.dump_traceback_later(120, exit=True)
     yield launches
-    torch.cuda.synchronize()
-    faulthandler.cancel_dump_traceback_later()
     assert launches, "the call went to the plain Triton kernel"
-    words = _counters._words[torch.device("cuda", torch.cuda.current_device())]
-    assert not words._ring.any() and not words._kept.any(), "a counter was not left at zero"
 
 
 def verify(*arguments: Any, **keywords: Any) -> Case:
@@ -169,6 +160,37 @@ RAGGED = ([1000, 33, 0, 700, 129, 5000, 300, 12, 8, 2], [1, 8, 0, 5, 3, 2, 4, 7,
 def test_lengths(taken, length):
     verify([length], [2])
     verify([length] * 3, [min(length, 8)] * 3)
+
+
+@gpu
+@pytest.mark.parametrize("keywords", [{}, {"window": 2}, {"causal": False}], ids=str)
+def test_odd_sequences(taken, keywords):
+    """Empty ones, more query tokens than keys, lengths beyond the table, and no sequence that is the kernel's."""
+    lens, query_lens = [304, 304, 0, 3, 1, 0], [4, 8, 2, 8, 2, 0]
+    case = make_case(lens, query_lens, extra_rows=2, sinks=torch.randn(8, device="cuda"), **{**SHAPE, **keywords})
+    expected = attend(case)
+    check(case, *expected)
+    case.seq_lens[:2] = 1 << 30  # the table has pages for 304
+    assert all(map(torch.equal, attend(case), expected))
+    verify([0, 0, 0], [2, 8, 3], **keywords)
+    verify([300, 40, 0], [1, 1, 1], max_query_len=8, **keywords)
+
+
+@gpu
+def test_b098_cache_beyond_2_to_31_elements(taken):
+    pages = 2_200_000_000 // (16 * 8 * 128)
+    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.zeros_like(k_cache)
+    for cache in (k_cache, v_cache):
+        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
+        cache[-20:] = cache[:20]
+    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
+    q = torch.randn((4, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
+    starts, lens = torch.tensor([0, 4, 8], dtype=torch.int32).cuda(), torch.tensor([317, 317], dtype=torch.int32).cuda()
+    out = paged.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=4)
+    assert isinstance(out, torch.Tensor)
+    assert torch.isfinite(out).all() and out.abs().max() > 0
+    assert torch.equal(out[:4], out[4:])
 
 
 @gpu
