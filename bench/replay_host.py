@@ -83,6 +83,7 @@ class StagedSteps:
 
     def write(self, staged: Any) -> None:
         staged.note.now = self._table.put(self._rows, staged.arrays["block_table"], staged.note.before)
+        staged.note.widths = {"block_table": self._table.widest}
         for name, array in self._arrays.items():
             staged.arrays[name][...] = array
 

@@ -35,8 +35,8 @@ class BlockTable:
         if num_columns >> _SHIFT:
             raise ValueError(f"num_columns: expected less than {1 << _SHIFT} pages for a request, got {num_columns}")
         self.pages, self.filled = np.zeros((num_rows, num_columns), np.int32), np.zeros(num_rows, np.int64)
-        self.written = 0
-        """Pages that the newest ``put`` has written."""
+        self.written = self.widest = 0
+        """Pages that the newest ``put`` has written, and those of its longest row."""
         self._states = np.zeros(num_rows, np.int64)
         self._admissions = 0
 
@@ -62,10 +62,10 @@ class BlockTable:
             held = Held(self, len(self._states))
         made = native()
         if made is not None:
-            self.written = made.table(out, held.states, rows, self._states, self.pages, _SHIFT)
+            self.written, self.widest = made.table(out, held.states, rows, self._states, self.pages, _SHIFT)
             return held
         # without C: only as wide as the longest row; at a context of 131,072 the rest would be most of a step's time on the host
-        width = self.filled[rows].max(initial=0)
+        width = self.widest = int(self.filled[rows].max(initial=0))
         out[:, :width] = self.pages[:, :width][rows]
         self.written = width * len(rows)
         return held

@@ -147,7 +147,7 @@ static PyObject *table(PyObject *self, PyObject *const *args, Py_ssize_t count) 
   if (shift == -1 && PyErr_Occurred()) return NULL;
   int got = 0;
   while (got < 5 && !PyObject_GetBuffer(args[got], given + got, got < 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) got++;
-  int64_t *held = given[1].buf, *rows = given[2].buf, *states = given[3].buf, written = 0;
+  int64_t *held = given[1].buf, *rows = given[2].buf, *states = given[3].buf, written = 0, widest = 0;
   int fits = got == 5 && shift > 0 && shift < 32;
   Py_ssize_t number = 0, most = 0, columns = 0;
   if (fits) {
@@ -160,6 +160,7 @@ static PyObject *table(PyObject *self, PyObject *const *args, Py_ssize_t count) 
   for (Py_ssize_t i = 0; fits && i < number; i++) {
     if (!(fits = rows[i] >= 0 && rows[i] < most && (states[rows[i]] & mask) <= columns)) break;
     int64_t now = states[rows[i]], then = held[i];
+    if ((now & mask) > widest) widest = now & mask;
     if (now == then) continue;
     int64_t begin = now >> shift == then >> shift ? then & mask : 0, entries = (now & mask) - begin;
     if (entries > 0) {
@@ -172,7 +173,7 @@ static PyObject *table(PyObject *self, PyObject *const *args, Py_ssize_t count) 
   while (got) PyBuffer_Release(given + --got);
   if (PyErr_Occurred()) return NULL;
   if (!fits) { PyErr_SetString(PyExc_ValueError, "table: the arrays do not fit each other"); return NULL; }
-  return PyLong_FromLongLong(written);
+  return Py_BuildValue("LL", (long long)written, (long long)widest);
 }
 
 /* send(function, to, from, bytes, stream): what the function returns for the last four, called without the interpreter's lock */

@@ -186,6 +186,7 @@ class Runner:
         if staged is not None:
             block_table, note = staged.arrays["block_table"], staged.note
             note.now = self.inputs.put_table(block_table, note.before)
+            note.widths = {"block_table": self.inputs.table.widest}
             if self.config.graph.check == "poison":
                 self.inputs.check_table(block_table)
             for name, array in arrays.items():

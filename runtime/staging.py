@@ -13,25 +13,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.addresses import copier, sender
+from runtime.addresses import copier, rows_sender, sender
 from runtime.inputs import InputSpec, as_numpy, cut, fill_value, tails
 
 _RING = 8
 _RING_BYTES = 16 << 20  # of pinned memory for one ring; with large inputs two buffers have to do
+_SPARED = 512 << 10  # bytes that are worth a second copy: 10 µs of the bus to the device
 
 
 class Note:
     """What a buffer holds, in the words of who writes into it: so the next writer may leave what is right already.
 
     before: what was noted when the buffer was last handed out; None if nothing was, as by writers that take no notes. now: to be set once
-    the buffer is written.
+    the buffer is written. widths: inputs of which the step reads the first columns only, and how many: the others need not be sent.
     """
 
-    __slots__ = ("before", "now")
+    __slots__ = ("before", "now", "widths")
 
     def __init__(self, before: Any = None) -> None:
         self.before = before
         self.now: Any = None
+        self.widths: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Wide:
+    """The last input of a layout, if it is large and has rows, and how to send some columns of it. begin: the copy of all before it."""
+
+    name: str
+    rows: int
+    columns: int
+    column_bytes: int
+    begin: Callable[[int], int] | None
+    finish: Callable[[int, int], int]
+
+    def send(self, widths: dict[str, int], stream: int) -> int:
+        """Not 0: it was not worth it, or could not be done."""
+        width = widths.get(self.name, self.columns)
+        if self.rows * (self.columns - width) * self.column_bytes < _SPARED:
+            return -1
+        failed = self.begin(stream) if self.begin is not None else 0
+        return failed or (self.finish(width * self.column_bytes, stream) if width else 0)
 
 
 @dataclass
@@ -53,6 +75,7 @@ class Part:
     target: torch.Tensor
     send: Callable[[int], int] | None
     """Begins the copy on a stream that torch has used for one before; not 0: it has not. None: leave it to torch."""
+    wide: Wide | None = None
 
 
 @dataclass
@@ -172,7 +195,11 @@ class Staging:
             tail[...] = last
         send, raw, index = part.send, self._raw_stream, self._index
         # send is for the stream of the copy before, while that is the current one of the current device
-        if send is None or torch._C._cuda_getDevice() != index or torch._C._cuda_getCurrentRawStream(index) != raw or send(raw):
+        if send is None or torch._C._cuda_getDevice() != index or torch._C._cuda_getCurrentRawStream(index) != raw:
+            self._send_by_torch(part)
+        elif (widths := self.note.widths) is not None and part.wide is not None and not part.wide.send(widths, raw):
+            pass
+        elif send(raw):
             self._send_by_torch(part)
         ring.sent(self._stream)
 
@@ -211,10 +238,24 @@ class Staging:
                     else:
                         part.tails.append((as_numpy(tail.view), fill_value(tail.value, spec.dtype)))
             part.heads = {name: as_numpy(head) for name, head in part.tensors.items()}
+        part.wide = self._wide(layout, buffer)
         part.targets = [part.tensors[name] for name in self._names]
         part.copy = copier(part.targets)
         layout.parts[turn] = part
         return part
+
+    def _wide(self, layout: Layout, buffer: torch.Tensor) -> Wide | None:
+        name = list(self._specs)[-1]
+        view = layout.views[name]
+        if view.ndim != 2 or view.nbytes < _SPARED:
+            return None
+        begin = self._offsets[name]
+        source, target = (block[begin : begin + view.nbytes].view(len(view), -1) for block in (buffer, self._block))
+        finish = rows_sender(target, source)
+        if finish is None:
+            return None
+        rows, columns = view.shape
+        return Wide(name, rows, columns, view.dtype.itemsize, sender(self._block[:begin], buffer[:begin]) if begin else None, finish)
 
 
 def _nothing(tensors: tuple[torch.Tensor, ...]) -> None:

@@ -165,7 +165,7 @@ def test_rows_that_move_and_rows_taken_again_are_written(way: str) -> None:
 def test_c_refuses_arrays_that_do_not_fit() -> None:
     good = {"out": np.zeros((2, 4), np.int32), "held": np.zeros(3, np.int64), "rows": np.array([0, 2]), "states": np.zeros(3, np.int64)}
     pages = np.zeros((3, 4), np.int32)
-    assert native().table(*good.values(), pages, 24) == 0
+    assert native().table(*good.values(), pages, 24) == (0, 0)
     wrong = {"out": np.zeros((2, 3), np.int32), "held": np.zeros(2, np.int64), "rows": np.array([0, 3]), "states": np.full(3, 5)}
     for name, array in [*wrong.items(), ("rows", np.array([-1, 0])), ("rows", np.zeros(4, np.int64))]:
         with pytest.raises(ValueError, match="do not fit"):
