@@ -268,7 +268,7 @@ def main() -> None:
             note(run_case(f"{label} 32 x 4096", [4096] * 32, **keywords))
     if "queries" in cases:
         for query in (1, 2, 4, 8):
-            for b, n in ((1, 8192), (32, 4096)):
+            for b, n in ((1, 8192), (1, 9000), (32, 4096)):
                 note(run_case(f"q{query} {b} x {n}", [n] * b, query=query))
     if "cascade" in cases:
         for seqs, shared, own in CASCADES:
