@@ -22,7 +22,10 @@ from runtime.block_table import BlockTable
 from runtime.captured_step import EagerCall
 from runtime.outputs import RealRows, taken
 from runtime.ready import Known, Ready
+from runtime.step_arrays import write_changed
 
+_NEW = frozenset(("positions", "slot_mapping", "seq_lens", "draws"))
+"""Inputs that are other ones in each decode step."""
 Row = dict[str, Any]
 Parts = dict[str, tuple[Any, str]]
 """What is timed: an object or a class, and its method."""
@@ -53,12 +56,14 @@ def _in_turn_us(runs: dict[str, Callable[[], Any]], repeats: int, before: Callab
 
 class StagedSteps:
     """Staged decode steps as the engine makes them: a row of the block table in ``page_size`` gets a page before each, the others lie in
-    the buffer. All other inputs are those given."""
+    the buffer, and so do the inputs that follow from the requests alone. All are those given."""
 
     def __init__(self, steps: Any, inputs: dict[str, Any], page_size: int = 16) -> None:
         self._steps, self._page_size = steps, page_size
         self._host = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
         self._arrays = {name: t.numpy() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+        for name in self._arrays.keys() - _NEW:
+            self._arrays[name].flags.writeable = False
         self._pages, self._lens = self._arrays.pop("block_table"), self._arrays["seq_lens"]
         self.sizes = {"tokens": len(self._arrays["input_ids"]), "seqs": len(self._lens)}
         self._rows, self._turn = np.arange(len(self._pages)), 0
@@ -82,10 +87,10 @@ class StagedSteps:
                 self._table.fill(row, self._pages[row, : filled + 1].tolist())
 
     def write(self, staged: Any) -> None:
-        staged.note.now = self._table.put(self._rows, staged.arrays["block_table"], staged.note.before)
+        held, written = staged.note.before or (None, {})
+        staged.note.now = self._table.put(self._rows, staged.arrays["block_table"], held), self._arrays
         staged.note.widths = {"block_table": self._table.widest}
-        for name, array in self._arrays.items():
-            staged.arrays[name][...] = array
+        write_changed(self._arrays, staged.arrays, written)
 
     def step(self) -> Any:
         staged = self._steps.stage(self.sizes, **self._host)

@@ -184,13 +184,11 @@ class Runner:
         context = int(arrays["seq_lens"].sum()) // seqs
         staged = self.steps.stage(sizes, context=context, max_query_len=self.bound(widest))
         if staged is not None:
-            block_table, note = staged.arrays["block_table"], staged.note
-            note.now = self.inputs.put_table(block_table, note.before)
+            note = staged.note
+            note.now = self.inputs.write(arrays, staged.arrays, note.before)
             note.widths = {"block_table": self.inputs.table.widest}
             if self.config.graph.check == "poison":
-                self.inputs.check_table(block_table)
-            for name, array in arrays.items():
-                staged.arrays[name][...] = array
+                self.inputs.check(arrays, staged.arrays)
             tokens, logits = staged()
         else:
             tokens, logits = self.steps.at(context)(**self._as_arguments({**arrays, "block_table": self.inputs.wide_table()}, widest))
@@ -228,7 +226,8 @@ class Runner:
         return self._as_arguments({**self.inputs.of(step), "block_table": self.inputs.wide_table()}, step.max_query_len)
 
     def _as_arguments(self, arrays: Mapping[str, np.ndarray], widest: int) -> dict[str, Any]:
-        return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "max_query_len": self.bound(widest)}
+        tensors = {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in arrays.items()}
+        return {**tensors, "max_query_len": self.bound(widest)}
 
     # -- warm-up --------------------------------------------------------------------------------------------------------------
 

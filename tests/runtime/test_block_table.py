@@ -25,7 +25,7 @@ from runtime.step_arrays import StepArrays
 from tests.runtime.tiny import tiny_model
 
 needs_c = pytest.mark.skipif(not HAS_COMPILER, reason="needs gcc and Python.h, as Triton does")
-ROWS, COLUMNS, PAGE = 6, 12, 4
+ROWS, COLUMNS, PAGE, TOKENS = 6, 12, 4, 16
 
 
 @pytest.fixture(params=["C", "numpy"])
@@ -43,41 +43,72 @@ class Buffers:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.turns = [0, 0]
-        self.memory = np.zeros((2, 4, ROWS, COLUMNS), np.int32)
+        self.memory = [[{"block_table": np.zeros((ROWS, COLUMNS), np.int32)} for _ in range(4)] for _ in range(2)]
         self.notes = [[Note() for _ in range(4)] for _ in range(2)]
         self.reused = self.written = self.whole = 0
 
-    def put(self, arrays: StepArrays, count: int) -> np.ndarray:
+    def put(self, arrays: StepArrays, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         of = self.rng.randrange(2)
         turn = self.turns[of] = (self.turns[of] + (self.rng.random() < 0.95)) % 4  # a step that was staged and not run: the same again
-        out, note = self.memory[of, turn, :count], Note(self.notes[of][turn].now)
+        memory, note = self.memory[of][turn], Note(self.notes[of][turn].now)
         self.notes[of][turn] = note
-        event = self.rng.random()
-        if event < 0.05:  # another writer, who leaves no note, or one who fails
-            self.memory[of, turn] = self.rng.randrange(1, 99)
-            return np.zeros(0)
+        for name, array in given.items():
+            memory.setdefault(name, np.zeros(TOKENS + 1, array.dtype))
+        out = {name: whole[: len(given.get(name, arrays.rows))] for name, whole in memory.items()}
+        if self.rng.random() < 0.05:  # another writer, who leaves no note, or one who fails
+            for whole in memory.values():
+                whole[...] = self.rng.randrange(1, 99)
+            return {}
         self.reused += note.before is not None
-        note.now = arrays.put_table(out, note.before)
+        note.now = arrays.write(given, out, note.before)
         self.written += arrays.table.written
-        self.whole += count * int(arrays.table.filled[arrays.rows].max())
-        self.memory[of, turn, count:] = 0  # padding
+        self.whole += len(arrays.rows) * int(arrays.table.filled[arrays.rows].max())
+        for name, whole in memory.items():
+            whole[len(out[name]) :] = 0  # padding
         return out
 
 
+def expected(step: Step, launched: list[Request]) -> dict[str, list[Any]]:
+    """Every array but the block table, token by token. launched: of the step before, in whose order its tokens lie."""
+    found: dict[str, list[Any]] = {name: [] for name in ("input_ids", "token_source", "positions", "slot_mapping", "logits_rows")}
+    for request, start, count, _, _ in step.rows:
+        for position in range(start, start + count):
+            is_known = position < len(request.tokens)
+            found["input_ids"].append(request.tokens[position] if is_known else 0)
+            found["token_source"].append(-1 if is_known else launched.index(request))
+            found["positions"].append(position)
+            found["slot_mapping"].append(request.pages[position // PAGE] * PAGE + position % PAGE)
+        found["logits_rows"].append(len(found["positions"]) - 1)
+    requests = [row[0] for row in step.rows]
+    return {
+        **found,
+        "seq_lens": [row[1] + row[2] for row in step.rows],
+        "cu_seqlens_q": [0, *(last + 1 for last in found["logits_rows"])],
+        "temperature": [request.params.temperature for request in requests],
+        "top_k": [request.params.top_k for request in requests],
+        "top_p": [request.params.top_p for request in requests],
+        "seeds": [request.seed for request in requests],
+        "draws": [row[4] for row in step.rows],
+    }
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_table_holds_the_schedulers_pages_whatever_happened(way: str, seed: int) -> None:
+def test_buffers_hold_the_step_whatever_happened(way: str, seed: int) -> None:
     """Arrivals, endings, aborts, preemptions, prefixes from the cache, reused rows and pages, other writers into the same memory."""
     rng = random.Random(seed)
-    scheduler = Scheduler(BlockManager(25, PAGE), max_num_seqs=ROWS, max_batch_tokens=16, max_context=COLUMNS * PAGE)
+    scheduler = Scheduler(BlockManager(25, PAGE), max_num_seqs=ROWS, max_batch_tokens=TOKENS, max_context=COLUMNS * PAGE)
     arrays, buffers = StepArrays(ROWS, COLUMNS, PAGE, lambda request: None), Buffers(rng)
     prefixes = [[rng.randrange(50) for _ in range(12)] for _ in range(3)]
     flying: deque[Step] = deque()
     running: list[Request] = []
-    compared = number = 0
-    while compared < 3000:
-        if rng.random() < 0.4 and len(scheduler.waiting) < 3:
+    launched: list[Request] = []
+    compared = number = as_before = 0
+    before: dict[str, np.ndarray] = {}
+    while compared < 2000:
+        if rng.random() < 0.2 and len(scheduler.waiting) < 3:
             tokens = tuple(rng.choice(prefixes)[: rng.randrange(13)] + [rng.randrange(50) for _ in range(rng.randrange(1, 9))])
-            request = Request(number, tokens, SamplingParams(max_tokens=rng.choice([1, 4, 25])))
+            params = SamplingParams(max_tokens=rng.choice([1, 4, 25]), temperature=rng.choice([0, 0.5]), top_k=rng.randrange(3), top_p=0.5)
+            request = Request(number, tokens, params)
             number += 1
             try:
                 scheduler.add(request)
@@ -88,19 +119,28 @@ def test_table_holds_the_schedulers_pages_whatever_happened(way: str, seed: int)
         if running and rng.random() < 0.03:
             scheduler.finish(rng.choice(running), "abort")
         if len(flying) < 2 and (now := scheduler.schedule()) is not None:
-            arrays.of(now)
-            out = buffers.put(arrays, len(now.rows))
-            arrays.launched()
-            for row, chunk in zip(out, now.chunks, strict=False):
-                assert row[: len(chunk.request.pages)].tolist() == chunk.request.pages
-            if len(out):
-                arrays.check_table(out)
+            given = arrays.of(now)
+            assert {name: array.tolist() for name, array in given.items()} == expected(now, launched)
+            out = buffers.put(arrays, given)
+            if out:
+                arrays.check(given, out)
+                for row, chunk in zip(out["block_table"], now.chunks, strict=True):
+                    assert row[: len(chunk.request.pages)].tolist() == chunk.request.pages
+                for name, array in given.items():
+                    assert np.array_equal(out[name], array), name
                 compared += 1
-            flying.append(now)
-        if flying and (len(flying) == 2 or rng.random() < 0.5):
+            as_before += sum(before.get(name) is array for name, array in given.items())
+            before = given
+            if rng.random() < 0.98 or any(row[0].num_sampling > 1 for row in now.rows):  # else it fails on its way
+                arrays.launched()
+                launched = [row[0] for row in now.rows]
+                flying.append(now)
+            else:
+                scheduler.abandon(now)
+        if flying and (len(flying) == 2 or rng.random() < 0.3):
             landed = flying.popleft()
             scheduler.complete(landed, [rng.randrange(50) for _ in landed.rows])
-    assert scheduler.preemptions and scheduler.blocks.evictions and buffers.reused > 2000
+    assert scheduler.preemptions and scheduler.blocks.evictions and buffers.reused > 1500 and as_before > 3000
     if way == "C":
         assert buffers.written < 0.7 * buffers.whole, "most of it was there already, crowded as it is"
 
@@ -221,7 +261,8 @@ def test_notes_are_lost_when_others_get_the_buffer(device: torch.device) -> None
 
 
 @needs_c
-def test_poison_finds_a_table_that_somebody_else_wrote_into(device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "found"), [("block_table", "row 0 of the block table"), ("top_p", "top_p holds")])
+def test_poison_finds_what_somebody_else_wrote(device: torch.device, name: str, found: str) -> None:
     config = {
         "graph": {"mode": "full", "capture_sizes": [1], "max_tokens": 1, "check": "poison", "contexts": [8]},
         "compile": {"backend": "eager"},
@@ -230,11 +271,12 @@ def test_poison_finds_a_table_that_somebody_else_wrote_into(device: torch.device
     }
     engine = Engine(tiny_model(device, num_hidden_layers=1), config)
     engine.submit([1, 2, 3, 4, 5], SamplingParams(max_tokens=50, ignore_eos=True))
-    staging = next(iter(engine.runner.steps._steps.keys.values())).arena._staging  # type: ignore[union-attr]
+    arena = next(iter(engine.runner.steps._steps.keys.values())).arena  # type: ignore[union-attr]
+    staging, begin = arena._staging, arena._offsets[name]
     for _ in range(staging.ring.size + 4):
         engine.step()
     assert engine.runner.inputs.table.written <= 3, "the steps before left the rest"
     for buffer in staging._buffers:
-        buffer.fill_(0)
-    with pytest.raises(AssertionError, match="row 0 of the block table"):
+        buffer[begin : begin + 4] = 0
+    with pytest.raises(AssertionError, match=found):
         engine.step()
