@@ -9,6 +9,7 @@ behind the inputs' copy, behind that copy when it is over, and behind a kernel.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.addresses import copier
 from runtime.block_table import BlockTable
 from runtime.captured_step import EagerCall
 from runtime.outputs import RealRows, taken
@@ -110,12 +112,12 @@ def added_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any, rep
     bits = [[taken(each).clone() for each in run()] for run in (staged.step, lambda: steps(**inputs))]
     if not all(torch.equal(a, b) for a, b in zip(*bits, strict=True)):
         raise SystemExit(f"{staged.sizes}: a staged step gives other bits than a call: not timing a wrong answer")
-    for _ in range(2 * arena._staging.ring.size):  # buffers, guards and notes that are made when they first come round
+    for _ in range(2 * arena.staging.ring.size):  # buffers, guards and notes that are made when they first come round
         staged.wait()
         staged.step()
     pages_written = staged.pages_written
     call, replay = host_us(lambda: steps(**inputs), repeats), host_us(captured.step.replay, repeats)
-    for _ in range(arena._staging.ring.size):  # the calls have written into all buffers
+    for _ in range(arena.staging.ring.size):  # the calls have written into all buffers
         staged.step()
     stage = host_us(staged.step, repeats, staged.wait)
     return {
@@ -133,7 +135,7 @@ def host_row(steps: Any, inputs: dict[str, Any], arena: Any, captured: Any, repe
     within: Parts = {"match": (Known, "tensors"), "all of run": (Known, "run"), "all but fill": (Ready, "run")}
     called = _parts_us(lambda: steps(**inputs), {**within, **both}, repeats)
     called["fill"] = called.pop("all of run") - called.pop("all but fill")
-    for _ in range(arena._staging.ring.size):
+    for _ in range(arena.staging.ring.size):
         staging.step()
     written = _parts_us(staging.step, {"stage": (steps, "stage"), "write": (staging, "write"), **both}, repeats, staging.wait)
     runs: dict[str, Callable[[], Any]] = {"call": lambda: steps(**inputs), "staged": staging.step, "replay": step.replay}
@@ -157,7 +159,32 @@ def _by_hand(step: Any, layout: Any, repeats: int) -> Row:
     one = torch.zeros(1, device=part.target.device)
     behind = {"the copy": copy, "the copy when it is over": lambda: (copy(), sync()), "a kernel": lambda: one.add_(1)}
     found = {name: _in_turn_us({"before": run, "launch": step.replay}, repeats) for name, run in behind.items()}
-    return {"copy": found["the copy"]["before"], **{f"launch behind {name}": each["launch"] for name, each in found.items()}}
+    launches = {f"launch behind {name}": each["launch"] for name, each in found.items()}
+    return {"copy": found["the copy"]["before"], **launches, **_fills_by_hand(layout, repeats)}
+
+
+def _fills_by_hand(layout: Any, repeats: int) -> Row:
+    """The largest input written into one staging buffer after the other, which the device then reads: by copying, and as a call does it."""
+    parts = [part for part in layout.parts if part is not None]
+    name = max(layout.views, key=lambda name: layout.views[name].nbytes)
+    source = parts[0].tensors[name].clone()
+    turn = 0
+
+    def send() -> None:
+        nonlocal turn
+        part = parts[turn % len(parts)]
+        part.target.copy_(part.source, non_blocking=True)
+        turn += 1
+
+    def copied() -> None:
+        ctypes.memmove(addresses[turn % len(parts)], source.data_ptr(), source.nbytes)
+
+    def renewed() -> None:
+        copiers[turn % len(parts)]((source,))
+
+    addresses = [part.tensors[name].data_ptr() for part in parts]
+    copiers = [copier([part.tensors[name]]) for part in parts]
+    return {f"{name} {fill.__name__}": _in_turn_us({"fill": fill, "send": send}, repeats)["fill"] for fill in (copied, renewed)}
 
 
 def _with_rest(parts: dict[str, float]) -> dict[str, float]:

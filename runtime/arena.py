@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from runtime.inputs import Dim, InputSpec, cut, tails
-from runtime.staging import Layout, Note, Part, Staging
+from runtime.staging import Layout, Part, Staging
 
 _ALIGN = 256  # bytes; what the device allocator gives, and TMA and vector loads want at least 16
 _MAX_VIEWS = 4096  # combinations of sizes remembered; mixed batches come in many
@@ -48,8 +48,8 @@ class Arena:
         with torch.inference_mode(False):
             self._block = torch.zeros(max(end, _ALIGN), dtype=torch.uint8, device=device)
         self.device = self._block.device  # with its index
-        self._staging = Staging(self.specs, self.names, self._offsets, self.largest, self._block)
-        self.hand_out, self.send = self._staging.hand_out, self._staging.send
+        self.staging = Staging(self.specs, self.names, self._offsets, self.largest, self._block)
+        self.hand_out, self.send = self.staging.hand_out, self.staging.send
         """``host`` for a layout, as tensors too; and ``upload`` of what was then written, for the same layout."""
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -96,7 +96,7 @@ class Arena:
         ends = [self._offsets[name] + view.nbytes for name, view in views.items() if view.numel()]
         heads = {name: spec.real_part(views[name], real) for name, spec in self.specs.items()}
         used = {name: heads[name].shape[0] for name, spec in self.specs.items() if spec.rows_of is not None}
-        parts: list[Part | None] = [None] * self._staging.ring.size
+        parts: list[Part | None] = [None] * self.staging.ring.size
         return Layout(dict(real), dict(padded), views, heads, used, max(ends, default=0), self._key(real), parts)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -115,16 +115,6 @@ class Arena:
         Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
         """
         return self.hand_out(self.layout(real, padded)).heads
-
-    @property
-    def handed_out(self) -> int:
-        """How often a staging buffer was handed out: what had been got before is no longer the next step's."""
-        return self._staging.handed_out
-
-    @property
-    def note(self) -> Note:
-        """Of the staging buffer handed out last: what its writers say that it holds."""
-        return self._staging.note
 
     def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies of what was written into ``host(…)``, as tensors on the host."""
@@ -165,9 +155,9 @@ class Arena:
 
     def copy(self, names: Sequence[str], values: Sequence[torch.Tensor], layout: Layout) -> None:
         """Each input by itself, and its tails."""
-        if self._staging.overwritten:
+        if self.staging.overwritten:
             self._dirty.update(dict.fromkeys(layout.used, _UNKNOWN))
-            self._staging.overwritten = False
+            self.staging.overwritten = False
         for name, value in zip(names, values, strict=True):
             head = layout.heads[name]
             if value.data_ptr() != head.data_ptr():

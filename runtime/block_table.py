@@ -2,7 +2,7 @@
 
 A step's table is hundreds of rows of hundreds of pages, and a running request gets one page in sixteen tokens: nearly all of it lies in
 the staging buffer already, from the step that used the buffer before. So each buffer has a record of what it holds, row by row, and
-only what is missing is written (runtime/native.py): next to nothing, where the whole table took longer than all else that a replay adds.
+only what is missing is written (runtime/native.py).
 """
 
 from __future__ import annotations

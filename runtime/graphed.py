@@ -28,6 +28,7 @@ from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import CaptureError
 from runtime.ready import Known, Ready, known_call, ready_to_stage
+from runtime.staging import Note
 from runtime.steps import Bound, Captured, KeySteps, Steps
 
 # Every step asks these: looked up once.
@@ -217,20 +218,20 @@ class GraphedModule(CapturedModule):
         if illegal_state(ready.device_type):
             return None
         with self._lock:  # not between another thread's writing and sending, which would bring this step's buffer to the device
-            arrays = arena.hand_out(ready.layout).heads
-            return Staged(arrays, partial(self._run_staged, ready, context, arena.handed_out), arena.note)
+            arrays, note = arena.hand_out(ready.layout).heads, arena.staging.note
+            return Staged(arrays, partial(self._run_staged, ready, context, note), note)
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if sizes.keys() != self._size_names or min(sizes.values()) < 0:
             raise ValueError(f"stage: expected a size of 0 or more for each of {sorted(self._size_names)}, got {dict(sizes)}")
 
-    def _run_staged(self, ready: Ready, context: int | None, handed_out: int, arrays: dict[str, np.ndarray]) -> Any:
+    def _run_staged(self, ready: Ready, context: int | None, note: Note, arrays: dict[str, np.ndarray]) -> Any:
         with self._lock:
             if with_grad := _is_grad_enabled():
                 _set_grad_enabled(False)
             try:
                 steps, arena = self._steps, ready.arena
-                if steps is None or not ready.is_current() or arena.handed_out != handed_out:
+                if steps is None or not ready.is_current() or arena.staging.note is not note:
                     raise RuntimeError(
                         "staged: another step of this module has been staged, run or captured since; call stage, write and run without "
                         "one in between"

@@ -144,8 +144,6 @@ class Staging:
         with torch.inference_mode(False):
             self._buffers = list(torch.zeros(count, block.nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_cuda))
         self.ring = Ring(count, [torch.cuda.Event() for _ in range(2)] if on_cuda else ())
-        self.handed_out = 0
-        """How often a buffer was handed out: what had been got before is no longer the next step's."""
         self.overwritten = False
         """A buffer's copy has put into the block what the buffer held, padding and all. Set here, and taken back by who repairs that."""
         self._stream: torch.cuda.Stream | None = None  # the newest copy's
@@ -163,7 +161,8 @@ class Staging:
             self._rows.append(by_size)
         self._notes = [Note() for _ in self._buffers]
         self.note = Note()
-        """Of the buffer that was handed out last. Each hand-out makes a new one: late words about the one before reach nobody."""
+        """Of the buffer that was handed out last. Each hand-out makes a new one: late words about the one before reach nobody, and what had
+        been got with it is no longer the next step's."""
         self._complete: list[Part | None] = [None] * count  # the part that lies in each buffer with all its padding
 
     def hand_out(self, layout: Layout) -> Part:
@@ -172,7 +171,6 @@ class Staging:
         if ring.awaited is not None:  # asked here too: mostly there is nothing, and a call costs more than this question
             ring.wait()
         turn = ring.turn
-        self.handed_out += 1
         self.note = self._notes[turn] = Note(self._notes[turn].now)
         part = layout.parts[turn] or self._make_part(layout, turn)
         if self._complete[turn] is not part:  # what is written now may lie over padding
@@ -251,11 +249,11 @@ class Staging:
             return None
         begin = self._offsets[name]
         source, target = (block[begin : begin + view.nbytes].view(len(view), -1) for block in (buffer, self._block))
-        finish = rows_sender(target, source)
-        if finish is None:
+        first, finish = sender(self._block[:begin], buffer[:begin]), rows_sender(target, source)
+        if finish is None or (begin and first is None):
             return None
         rows, columns = view.shape
-        return Wide(name, rows, columns, view.dtype.itemsize, sender(self._block[:begin], buffer[:begin]) if begin else None, finish)
+        return Wide(name, rows, columns, view.dtype.itemsize, first, finish)
 
 
 def _nothing(tensors: tuple[torch.Tensor, ...]) -> None:

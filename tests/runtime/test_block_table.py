@@ -224,7 +224,7 @@ def test_notes_are_lost_when_others_get_the_buffer(device: torch.device) -> None
     without_kernels(level_costs(fast))
     ids, factor = (t.cpu() for t in step(3, device))
     arena = next(iter(fast._steps.keys.values())).arena  # type: ignore[union-attr]
-    ring = arena._staging.ring
+    ring = arena.staging.ring
 
     def staged(word: str | None) -> Note:
         staged = fast.stage({"tokens": 3})
@@ -272,7 +272,7 @@ def test_poison_finds_what_somebody_else_wrote(device: torch.device, name: str, 
     engine = Engine(tiny_model(device, num_hidden_layers=1), config)
     engine.submit([1, 2, 3, 4, 5], SamplingParams(max_tokens=50, ignore_eos=True))
     arena = next(iter(engine.runner.steps._steps.keys.values())).arena  # type: ignore[union-attr]
-    staging, begin = arena._staging, arena._offsets[name]
+    staging, begin = arena.staging, arena._offsets[name]
     for _ in range(staging.ring.size + 4):
         engine.step()
     assert engine.runner.inputs.table.written <= 3, "the steps before left the rest"

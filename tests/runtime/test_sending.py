@@ -93,7 +93,7 @@ def test_torch_copies_first_on_each_stream_and_where_the_driver_does_not(driver:
     """The allocator of pinned memory must know each stream that reads a buffer (RACE), another current device has a default stream of
     its own, and an error is torch's to tell."""
     a = arena(torch.device("cpu"), 4)
-    a._staging._on_cuda = True
+    a.staging._on_cuda = True
     sizes = {"tokens": 16, "seqs": 8}
 
     def send() -> list[int]:
@@ -131,14 +131,14 @@ def written(a: Arena, width: int | None, seqs: int = 60) -> tuple[dict[str, torc
     table = np.random.default_rng(width).integers(1, 1 << 30, (seqs, 4096), np.int32)
     arrays["table"][...] = table
     if width is not None:
-        a.note.widths = {"table": width}
+        a.staging.note.widths = {"table": width}
     return a.upload(real, padded), table
 
 
 def test_columns_that_no_row_uses_are_not_sent(driver: Driver) -> None:
     """A table for 65,536 tokens of context: a megabyte, of which a step reads little. Rows past the real ones are padding there too."""
     a = wide_arena(torch.device("cpu"))
-    a._staging._on_cuda = True
+    a.staging._on_cuda = True
     written(a, None)
     for width, sent in ((100, [400]), (0, []), (1500, [6000]), (2100, []), (4096, []), (None, [])):
         driver.widths.clear()
@@ -157,12 +157,12 @@ def test_columns_that_no_row_uses_are_not_sent(driver: Driver) -> None:
 
 def test_a_small_table_is_sent_with_the_rest(driver: Driver) -> None:
     a, sizes = arena(torch.device("cpu"), 2), {"tokens": 16, "seqs": 8}
-    a._staging._on_cuda = True
+    a.staging._on_cuda = True
     for _ in range(2):
         given = values(16, 8)
         for name, array in a.host(sizes, sizes).items():
             array[...] = given[name].view(torch.uint16).numpy() if name == "hidden" else given[name].numpy()
-        a.note.widths = {"table": 0}
+        a.staging.note.widths = {"table": 0}
         expect(a.upload(sizes, sizes), given, 16, 8)
     assert driver.widths == []
 
@@ -182,7 +182,7 @@ def test_a_step_like_the_one_before_runs_no_op_of_torch_and_leaves_nothing(run: 
     fast.warmup(**inputs)
     without_kernels(level_costs(fast))
     key = next(iter(fast._steps.keys.values()))  # type: ignore[union-attr]
-    key.arena._staging._on_cuda = True
+    key.arena.staging._on_cuda = True
     for _ in range(20):  # buffers and guards that are made when they first come round
         run(fast, inputs)
     driver.streams.clear()
