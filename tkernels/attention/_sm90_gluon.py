@@ -1,4 +1,4 @@
-"""What the Gluon kernels share (_prefill_sm90, _decode_sm90): rings in shared memory, their handshakes, the soft cap."""
+"""What the Gluon kernels share (_prefill_sm90, _decode_sm90): rings in shared memory, their handshakes, lengths, the soft cap."""
 
 from __future__ import annotations
 
@@ -83,6 +83,24 @@ def end_work(work, stage):
 def add(a, b):
     """For ``gl.associative_scan``."""
     return a + b
+
+
+@gluon.jit
+def lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity):
+    """(query tokens, keys) of the sequences ``s``; 0 of those past the last one."""
+    live = s < num_seqs
+    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
+    length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
+    return query_len, length
+
+
+@gluon.jit
+def sequence(cu_ptr, lens_ptr, s, capacity):
+    """(first query row, query tokens, keys) of one sequence."""
+    first_row = gl.load(cu_ptr + s)
+    query_len = gl.load(cu_ptr + s + 1) - first_row
+    length = gl.minimum(gl.maximum(gl.load(lens_ptr + s), 0), capacity)
+    return first_row, query_len, length
 
 
 @gluon.jit

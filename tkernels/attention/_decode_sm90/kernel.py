@@ -37,6 +37,11 @@ def decode_sm90_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """q_desc: [tokens, heads, HEAD_DIM] in boxes of [QUERIES, GROUP_ROWS, DIM]. k_desc, v_desc: [pages, PAGE, kv_heads, HEAD_DIM] in boxes
+    of [1, min(PAGE, BLOCK_N), 1, DIM]. TMA brings zeros for the columns from HEAD_DIM to DIM.
+
+    Each (owner, KV head), an owner being a sequence or with BY_RANGE a range, has LEAVES slots of SLOT_ROWS rows in part_ptr [rows, DIM]
+    and state_ptr [rows, 2], and in arrivals_ptr an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
     wait_for_previous(PDL)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()

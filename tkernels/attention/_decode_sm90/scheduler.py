@@ -16,7 +16,7 @@ from tkernels.attention._decode_sm90.shared import (
     range_begin,
     range_of,
 )
-from tkernels.attention._sm90_gluon import add, end_work, put_word, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, sequence, wait_room
 
 
 @gluon.jit
@@ -26,9 +26,7 @@ def _shares(
 ):  # fmt: skip
     """Blocks of the sequences ``first`` to ``first + SEQS``; none of those with other than MIN_QUERIES to QUERIES query tokens."""
     s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
-    live = s < num_seqs
-    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
-    length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
+    query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
     _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
     return gl.where((query_len >= MIN_QUERIES) & (query_len <= QUERIES), blocks, 0)
 
@@ -71,9 +69,7 @@ def scheduler(
             before = ends <= x - passed
             s = group + gl.sum(before.to(gl.int32), 0)
             base = passed + gl.max(gl.where(before, ends, 0), 0)
-            first_row = gl.load(cu_ptr + s)
-            query_len = gl.load(cu_ptr + s + 1) - first_row
-            length = gl.minimum(gl.maximum(gl.load(lens_ptr + s), 0), capacity)
+            first_row, query_len, length = sequence(cu_ptr, lens_ptr, s, capacity)
             first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
             begin = gl.minimum((x - base + leaf - 1) & -leaf, share)
             end = gl.minimum((stop - base + leaf - 1) & -leaf, share)

@@ -7,16 +7,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._prefill_sm90.shared import ROWS, SEQS, TILE, WARPGROUPS, WIDE
-from tkernels.attention._sm90_gluon import add, end_work, put_word, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, sequence, wait_room
 
 
 @gluon.jit
 def _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY: gl.constexpr, COUNT: gl.constexpr):
     """(query tiles, level) of the sequences ``first`` to ``first + COUNT``; level: the exponent of the length. Short ones have no tiles."""
     s = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [1], [0]))
-    live = s < num_seqs
-    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
-    length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
+    query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
     count = gl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0)
     return count, (length + 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23
 
@@ -76,9 +74,7 @@ def scheduler(
             before = ends <= tile - passed
             s = first + gl.sum(before.to(gl.int32), 0)
             item_of_seq = item - (passed + gl.max(gl.where(before, ends, 0), 0)) * HEADS
-            first_row = gl.load(cu_ptr + s)
-            query_len = gl.load(cu_ptr + s + 1) - first_row
-            length = gl.minimum(gl.maximum(gl.load(lens_ptr + s), 0), capacity)
+            first_row, query_len, length = sequence(cu_ptr, lens_ptr, s, capacity)
             query_tiles = (query_len + TILE - 1) // TILE
             kv_head = item_of_seq // (GROUP * query_tiles)
             rest = item_of_seq - kv_head * (GROUP * query_tiles)
