@@ -112,6 +112,7 @@ class Runner:
         self.num_pages = self._choose_num_pages(max_context)
         self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
         model.bind_cache(self._caches)
+        self._buffers_of_first = cast(Any, model.layers[0]).attention._buffers
         # A request holds at most what the pool has, so a table needs no more columns than that (and never fewer: B048).
         self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
         self.num_columns = -(-self.max_context // self.page_size)
@@ -176,7 +177,7 @@ class Runner:
     @torch.no_grad()
     def launch(self, step: Step, masks: Mapping[int, np.ndarray] | None = None) -> Launched:
         """Start a step. Does not wait for the device. masks: by request number, what its mask allows for this step's token."""
-        if cast(Any, self.model.layers[0]).attention.k_cache is not self._caches[0][0]:
+        if self._buffers_of_first["k_cache"] is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
         arrays, seqs = self.inputs.of(step), len(step.rows)
         widest = self.inputs.widest

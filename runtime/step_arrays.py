@@ -41,6 +41,8 @@ class StepArrays:
         """Of the newest step."""
         self.widest = 1
         """Tokens of its longest chunk."""
+        self.asks_more = False
+        """Whether one of its requests asks for more than the captured step's draws."""
         self._pages: list[list[int]] = []  # of its requests: the next step mostly has the same
         self._range, self._ones = np.arange(num_rows + 1), np.ones(num_rows, np.int64)
         self.table = BlockTable(num_rows, num_columns)
@@ -58,7 +60,8 @@ class StepArrays:
 
     def of(self, step: Step) -> Arrays:
         """All inputs but the block table, at the step's real sizes."""
-        requests, all_starts, all_counts = [row[0] for row in step.rows], [row[1] for row in step.rows], [row[2] for row in step.rows]
+        requests, all_starts, all_counts, _, generated = zip(*step.rows, strict=True)
+        size = len(requests)
         pages = [request.pages for request in requests]
         if len(pages) != len(self._pages) or not all(map(is_, pages, self._pages)):
             # A list of pages is made by an admission and lives as long: with the same ones the rows are the same too.
@@ -68,31 +71,31 @@ class StepArrays:
                     self._take_row(request)
             self._pages, self.rows = pages, np.array(row_list)
             self._new_rows()
-        rows, starts = self.rows, np.array(all_starts)
+        rows, starts = self.rows, np.fromiter(all_starts, np.int64, size)
         self.widest = max(all_counts)
-        counts = self._ones[: len(rows)] if self.widest == 1 else np.array(all_counts)
+        counts = self._ones[:size] if self.widest == 1 else np.array(all_counts)
         ends = starts + counts
         for i in np.flatnonzero(ends > self.table.filled[rows] * self.page_size).tolist():
             self.table.fill(requests[i].row, pages[i])
         # Where a step in flight (this one is counted too) samples the last token, that lies on the device.
-        is_sampled = np.array([request.num_sampling for request in requests]) > 1
-        draws = {**self._draws, "draws": np.array([row[4] for row in step.rows])}
+        is_sampled = np.fromiter([request.num_sampling for request in requests], np.int64, size) > 1
+        draws = {**self._draws, "draws": np.fromiter(generated, np.int64, size)}
         if self.widest == 1:
             slots = slots_of(self.table.pages, rows, starts, self.page_size)
             arrays = {**draws, **self._even, "positions": starts, "slot_mapping": slots, "seq_lens": ends.astype(np.int32)}
             if rows is self._launched and is_sampled.all():
                 return arrays
-            offsets = self._range[: len(rows) + 1]
+            offsets = self._range[: size + 1]
         else:
             offsets = offsets_of(counts)
             arrays = from_chunks(starts, counts, offsets, self.table.pages, rows, self.page_size, **draws)
-        last, size, sources = offsets[1:] - 1, int(offsets[-1]), self._source[rows]
+        last, tokens, sources = offsets[1:] - 1, int(offsets[-1]), self._source[rows]
         assert (sources[is_sampled] >= 0).all(), "a token that is not known is not one that the newest step samples"
-        ids, token_source = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        ids, token_source = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
         token_source[last] = np.where(is_sampled, sources, -1)
         for i in np.flatnonzero(~is_sampled | (counts > 1)).tolist():
-            tokens = requests[i].tokens[all_starts[i] : all_starts[i] + all_counts[i]]
-            ids[offsets[i] : offsets[i] + len(tokens)] = tokens
+            known = requests[i].tokens[all_starts[i] : all_starts[i] + all_counts[i]]
+            ids[offsets[i] : offsets[i] + len(known)] = known
         return {**arrays, "input_ids": ids, "token_source": token_source}
 
     def _new_rows(self) -> None:
@@ -100,6 +103,7 @@ class StepArrays:
         rows = self.rows
         each, offsets = self._range[: len(rows)], self._range[: len(rows) + 1]
         sampling: Arrays = {"temperature": self._temperature, "top_k": self._top_k, "top_p": self._top_p, "seeds": self._seeds}
+        self.asks_more = bool(self._asks_more[rows].any())
         self._draws = {name: _frozen(array[rows]) for name, array in sampling.items()}
         self._even = {
             "input_ids": _frozen(np.zeros_like(each)),
@@ -107,11 +111,6 @@ class StepArrays:
             "cu_seqlens_q": _frozen(offsets.astype(np.int32)),
             "logits_rows": _frozen(each.copy()),
         }
-
-    @property
-    def asks_more(self) -> bool:
-        """Whether a request of the newest step asks for more than the captured step's draws."""
-        return bool(self._asks_more[self.rows].any())
 
     def launched(self) -> None:
         """The newest step is under way: its tokens will lie in its order, for the next one to take."""
