@@ -7,8 +7,8 @@ computes a sequence depends on its own query length alone.
 
 Again a tree fixed by a sequence's own length, over equal ranges that are cut between its leaves (decode.py), with two levels: blocks of
 128 keys are folded into leaves (1, 2, 4, … blocks), leaves into the row. There are leaves enough for one sequence to take all programs of
-a KV head. Workspace: a slot per leaf of each cut sequence, at most one of which begins in a range. With heads of 128, 8 of them on each KV
-head and 132 multiprocessors: at most 64 MiB for 8 KV heads, and 1056 MiB for one, which takes 132 sequences or more.
+a KV head, or 64 of them. Workspace: a slot per leaf of each cut sequence, at most one of which begins in a range. With heads of 128, 8 of
+them on each KV head and 132 multiprocessors: at most 64 MiB for 8 KV heads, and 264 MiB for one, which takes 132 sequences or more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tkernels.attention.decode import QUERY_LEN
 _GROUP = 8  # heads of a group at most: 64 rows
 _DIMS = (33, 128)
 _BLOCK_N = 128
+_LEAVES = 64  # of a sequence at most: few KV heads have many programs each, and a workspace that grows with both
 _STAGES = {64: 4, 128: 3}  # K blocks that are resident, and V blocks: with two of queries 224 KiB of shared memory; 8 named barriers
 
 
@@ -63,7 +64,7 @@ def constants(x: Inputs, has_lse: bool, num_sms: int) -> dict[str, Any]:
         DTYPE=_sm90.element(x.q.dtype), KV_HEADS=x.kv_heads, GROUP=x.heads // x.kv_heads, GROUP_ROWS=group_rows,
         SLOT_ROWS=QUERY_LEN * group_rows, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=_BLOCK_N,
         K_STAGES=_STAGES[dim], V_STAGES=_STAGES[dim], PROGRAMS=programs,
-        LEAVES=max(16, next_power_of_2(programs)), BY_RANGE=x.num_seqs > programs,
+        LEAVES=min(_LEAVES, max(16, next_power_of_2(programs))), BY_RANGE=x.num_seqs > programs,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,
     )  # fmt: skip
