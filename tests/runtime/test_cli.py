@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -141,6 +143,14 @@ def test_layers_like_the_one_before_are_one_line() -> None:
         "10 times the 3 rows above",
     ]
     assert len(list(explain_command.table_rows(full, every_row=True))) == len(full)
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.integers(1, 6))
+def test_folds_leave_nothing_out(entries: list[str], longest: int) -> None:
+    """Unfolded, the runs are the entries, in their order; the empty list too."""
+    runs = list(explain_command._folds(entries, longest))
+    assert [entry for begin, period, repeats in runs for entry in entries[begin : begin + period] * repeats] == entries
+    assert all(period <= longest and (repeats == 1 or repeats >= 3) for _, period, repeats in runs)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +282,8 @@ def test_python_m_runtime_is_the_same_program() -> None:
 def test_threads_of_the_command_wait_asleep_unless_it_is_said_otherwise() -> None:
     """Beside other programs threads that spin make a step many times slower. A program that imports the package is left as it is."""
     code = "import os, sys; sys.argv = [{!r}]; import runtime; print(os.environ.get('OMP_WAIT_POLICY'))"
-    for argv, given, expected in (("-m", {}, "PASSIVE"), ("-m", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ("mine.py", {}, "None")):
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    for argv, own, expected in (("-m", {}, "PASSIVE"), ("-m", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ("mine.py", {}, "None")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
         command = [sys.executable, "-c", code.format(argv)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected

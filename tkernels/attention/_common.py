@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tkernels._triton import INTERPRETED, dot, tl, triton
+from tkernels._triton import INTERPRETED, cast, dot, tl, triton
 
 LOG2_E = 1.4426950408889634
 FP8 = torch.float8_e4m3fn
@@ -45,6 +45,14 @@ def widen(x):
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
             "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
+
+
+@triton.jit
+def scaled_rows(q, COMPUTE: tl.constexpr):
+    """(rows of q [M, D] over their largest element, in COMPUTE; that element): fp8 keys are multiplied in fp16, which q may not fit."""
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    return cast(q.to(tl.float32) / largest[:, None], COMPUTE), largest
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tkernels._dependent import wait
 from tkernels._triton import cast, tl, triton
-from tkernels.attention._common import cap_logits, finish, merge_states, page_ids, page_slots, product, read, widen
+from tkernels.attention._common import cap_logits, finish, merge_states, page_ids, page_slots, product, read, scaled_rows, widen
 
 
 @triton.jit
@@ -247,10 +247,8 @@ def decode_kernel(
             v = v.to(COMPUTE)
 
         qk_scale = scale
-        if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
-            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            largest = tl.where(largest > 0.0, largest, 1.0)
-            q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
+        if NORMALISE_Q:
+            q, largest = scaled_rows(q, COMPUTE)
             qk_scale = (largest * scale)[None, :]
         logits = product(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * qk_scale
         if HAS_SOFTCAP:

@@ -16,7 +16,7 @@ import torch
 
 from tkernels._target import target_of
 from tkernels._triton import cast, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, page_ids, page_slots, product
+from tkernels.attention._common import LOG2_E, cap_logits, finish, page_ids, page_slots, product, scaled_rows
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
@@ -134,10 +134,8 @@ def _prefill_kernel(
         if HAS_V_SCALE:
             v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
         qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
-            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            largest = tl.where(largest > 0.0, largest, 1.0)
-            q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
+        if NORMALISE_Q:
+            q, largest = scaled_rows(q, COMPUTE)
             qk_scale *= largest
         position = offset + token_m
 

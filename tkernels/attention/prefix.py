@@ -18,8 +18,8 @@ import torch
 
 from tkernels import _dependent
 from tkernels._dependent import wait
-from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, finish
+from tkernels._triton import cdiv, next_power_of_2, tl, triton
+from tkernels.attention._common import LOG2_E, finish, scaled_rows
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.prefill import block
@@ -69,10 +69,8 @@ def _prefix_kernel(
         if HAS_V_SCALE:
             v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
         qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if NORMALISE_Q:  # fp8 caches are multiplied in fp16: q is brought into its range
-            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            largest = tl.where(largest > 0.0, largest, 1.0)
-            q = cast(q.to(tl.float32) / largest[:, None], COMPUTE)
+        if NORMALISE_Q:
+            q, largest = scaled_rows(q, COMPUTE)
             qk_scale *= largest
 
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)

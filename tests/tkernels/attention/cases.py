@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import tkernels
 from tkernels.attention.ref import paged_attention_ref
 
 
@@ -116,3 +117,20 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None) -> Non
     )
     if lse is not None:
         torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=max(tolerance, 1e-4), rtol=1e-4)
+
+
+def check_far_pages(query_len: int) -> None:
+    """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages (B098). On a GPU."""
+    pages = 2_200_000_000 // (16 * 8 * 128)
+    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.zeros_like(k_cache)
+    for cache in (k_cache, v_cache):
+        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
+        cache[-20:] = cache[:20]
+    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
+    q = torch.randn((query_len, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
+    starts, lens = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32).cuda(), torch.tensor([317, 317], dtype=torch.int32).cuda()
+    out = tkernels.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=query_len)
+    assert isinstance(out, torch.Tensor)
+    assert torch.isfinite(out).all() and out.abs().max() > 0
+    assert torch.equal(out[:query_len], out[query_len:])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_prefill_sm90 import call, compile_offline
 from tests.tkernels.attention.test_values import attend
@@ -178,19 +178,7 @@ def test_odd_sequences(taken, keywords):
 
 @gpu
 def test_b098_cache_beyond_2_to_31_elements(taken):
-    pages = 2_200_000_000 // (16 * 8 * 128)
-    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
-    v_cache = torch.zeros_like(k_cache)
-    for cache in (k_cache, v_cache):
-        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
-        cache[-20:] = cache[:20]
-    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
-    q = torch.randn((4, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
-    starts, lens = torch.tensor([0, 4, 8], dtype=torch.int32).cuda(), torch.tensor([317, 317], dtype=torch.int32).cuda()
-    out = paged.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=4)
-    assert isinstance(out, torch.Tensor)
-    assert torch.isfinite(out).all() and out.abs().max() > 0
-    assert torch.equal(out[:4], out[4:])
+    check_far_pages(4)
 
 
 @gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tkernels
-from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
 from tkernels.attention.ref import paged_attention_ref
@@ -130,22 +130,9 @@ def test_no_compilation_after_warm_up():
     assert not compiled
 
 
-def test_b098_cache_beyond_2_to_31_elements():
-    """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages."""
-    pages = 2_200_000_000 // (16 * 8 * 128)
-    k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
-    v_cache = torch.zeros_like(k_cache)
-    for cache in (k_cache, v_cache):
-        cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
-        cache[-20:] = cache[:20]
-    table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
-    for query in (1, 40):
-        q = torch.randn((query, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
-        starts = torch.tensor([0, query, 2 * query], dtype=torch.int32, device="cuda")
-        lens = torch.tensor([317, 317], dtype=torch.int32, device="cuda")
-        out = tkernels.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=query)
-        assert torch.isfinite(out).all() and out.abs().max() > 0
-        assert torch.equal(out[:query], out[query:])
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_b098_cache_beyond_2_to_31_elements(query_len):
+    check_far_pages(query_len)
 
 
 def test_one_captured_cascade_serves_every_prefix():
