@@ -23,9 +23,9 @@ from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.decode import QUERY_LEN
-from tkernels.attention.paged import launch_decode
+from tkernels.attention.paged import launch, launch_decode
 from tkernels.attention.prefill import prefill
-from tkernels.attention.prefill_sm90 import prefill_sm90, refusal
+from tkernels.attention.prefill_sm90 import enable, prefill_sm90, refusal
 from tkernels.attention.ref import paged_attention_ref
 
 Call = Callable[[int], torch.Tensor]
@@ -47,17 +47,23 @@ def checked(batch: Batch, i: int) -> Inputs:
     return check_inputs(*batch.arguments(i), batch.q.shape[-1] ** -0.5, True, 0, 0.0, None, None, None, 1.0)
 
 
-def ours(batch: Batch, launch: Callable[..., Any], with_decode: bool = False, **keywords: Any) -> Call:
+def ours(batch: Batch, launch: Callable[..., Any], **keywords: Any) -> Call:
     out = torch.full_like(batch.q, float("nan"))
 
     def call(i: int) -> torch.Tensor:
-        inputs = checked(batch, i)
-        launch(inputs, out, None, QUERY_LEN + 1, **keywords)
-        if with_decode:
-            launch_decode(inputs, out, None, QUERY_LEN + 1)
+        launch(checked(batch, i), out, None, QUERY_LEN + 1, **keywords)
         return out
 
     return call
+
+
+def launch_all(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, max_query_len: int, *, gluon: bool) -> None:
+    """Decode and prefill as the op launches them, prompts by the Gluon kernel or by its twin."""
+    enable(gluon)
+    try:
+        launch(inputs, out, lse, max_query_len)
+    finally:
+        enable(True)
 
 
 def launchers(batch: Batch, only: list[str]) -> dict[str, Callable[..., Any]]:
@@ -153,9 +159,9 @@ def run_mixed(chunks: list[int], rows: int, length: int, options: argparse.Names
 
     calls: dict[str, Call] = {"rows": decode_rows}
     found = launchers(both, options.only)
-    for label, launch in found.items():
-        calls[f"{label} together"] = ours(both, launch, with_decode=True)
-        calls[f"{label} chunk"] = ours(chunk, launch)
+    for label, launcher in found.items():
+        calls[f"{label} together"] = ours(both, launch_all, gluon=label == "gluon")
+        calls[f"{label} chunk"] = ours(chunk, launcher)
         error_of(both, calls[f"{label} together"])
     times = interleaved({label: capture(call, CALLS) for label, call in calls.items()}, CALLS)
     ratios = {label: times[f"{label} together"] / (times["rows"] + times[f"{label} chunk"]) for label in found}

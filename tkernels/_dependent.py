@@ -10,6 +10,10 @@ kernels, and what it waits for would not be all that came before it.
 Only launches that are captured in a graph are made so. Eager ones gain nothing, as the host is slower than the gap, and a weight that
 has just been written (a cast, a load) would be read too early. Hence what is required of a captured step: it does not itself write a weight
 that ``rms_norm``, ``linear`` or ``linear_rope_and_cache`` reads in it. The arithmetic is the same, and so are the bits.
+
+Beside that, and always on: kernels that one op launches for different rows of its output run beside each other. The first
+one of such a set waits like any kernel; the others do not, as what they read was there before the first, but they end no earlier than
+the one before them. So when the last one has ended all have.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ else:  # never called: PDL is false there
     def gdc_launch_dependents() -> None: ...
 
 
+ALONE, FIRST, BESIDE = 0, 1, 2  # a kernel by itself, the first one of a set, another one of it
 _wanted = False
 
 
@@ -50,15 +55,20 @@ def enabled() -> bool:
 enable(os.environ.get("TKERNELS_PDL", "0") in ("1", "true", "True"))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """``kernel[grid](*args, **options)`` with its ``PDL``, and with the launch attribute where it applies."""
-    if not _wanted or INTERPRETED or not _supported(device):
-        kernel[grid](*args, PDL=False, **options)
-    elif torch.cuda.is_current_stream_capturing():
-        kernel[grid](*args, PDL=True, launch_pdl=True, **options)
-    else:
-        _ = kernel.warmup(*args, grid=grid, PDL=True, launch_pdl=True, **options).run  # loads it, which a capture does not allow
-        kernel[grid](*args, PDL=False, **options)
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, place: int = ALONE, **options: Any) -> Any:
+    """``kernel[grid](*args, **options)`` with its ``PDL``, and with the launch attribute where it applies. Returns the compiled kernel.
+
+    place: ALONE, or which one of a set it is: their temporaries must live until the last one was launched.
+    """
+    if INTERPRETED or not _supported(device):
+        return kernel[grid](*args, PDL=ALONE, **options)
+    if place == BESIDE:
+        return kernel[grid](*args, PDL=BESIDE, launch_pdl=True, **options)
+    if _wanted and torch.cuda.is_current_stream_capturing():
+        return kernel[grid](*args, PDL=FIRST, launch_pdl=True, **options)
+    if _wanted:
+        _ = kernel.warmup(*args, grid=grid, PDL=FIRST, launch_pdl=True, **options).run  # loads it, which a capture does not allow
+    return kernel[grid](*args, PDL=place, **options)
 
 
 def state(arch: str) -> str:
@@ -80,9 +90,17 @@ def _has(arch: str) -> bool:
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Everything before in the stream has finished and is visible; the next kernel may begin to wait."""
-    if PDL:
+    if PDL == 1:
         gdc_wait()
+    if PDL > 0:  # another one of a set waits at its end
         gdc_launch_dependents()
+
+
+@triton.jit
+def leave(PDL: tl.constexpr):
+    """The end of a program: one of a set does not end before the kernel before it."""
+    if PDL == 2:
+        gdc_wait()
 
 
 @triton.jit

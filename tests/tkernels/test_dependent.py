@@ -53,9 +53,9 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     return state
 
 
-def _launches() -> list[tuple[str, dict[str, Any]]]:
+def _launches(place: int = _dependent.ALONE) -> list[tuple[str, dict[str, Any]]]:
     kernel = Kernel()
-    _dependent.launch(kernel, (1,), DEVICE, num_warps=4)
+    _dependent.launch(kernel, (1,), DEVICE, place=place, num_warps=4)
     return kernel.seen
 
 
@@ -71,6 +71,20 @@ def test_captured_launches_are_dependent_and_eager_ones_load_what_a_capture_need
     assert _launches() == [("load", on), ("launch", {"PDL": False, "num_warps": 4})]
     on_a_device.capturing = True
     assert _launches() == [("launch", on)]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_kernels_of_a_set_run_beside_each_other_captured_or_not(on_a_device: Any, wanted: bool, capturing: bool) -> None:
+    _dependent.enable(wanted)
+    on_a_device.capturing = capturing
+    first = {"PDL": _dependent.FIRST, "num_warps": 4}
+    beside = {"PDL": _dependent.BESIDE, "launch_pdl": True, "num_warps": 4}
+    assert _launches(_dependent.FIRST)[-1] == ("launch", first | {"launch_pdl": True} if wanted and capturing else first)
+    assert _launches(_dependent.BESIDE) == [("launch", beside)]
+    on_a_device.arch = "sm_80"
+    for place in (_dependent.FIRST, _dependent.BESIDE):
+        assert _launches(place) == [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]
 
 
 @pytest.mark.parametrize(("arch", "on"), [("sm_80", False), ("sm_89", False), ("sm_100", True), ("sm_120", True), ("gfx942", False)])
@@ -175,6 +189,7 @@ table, lens, cu = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), 4
 for queries in (1, 8):
     inputs = decode_inputs(heads, cache, cache, table, lens, cu, 0.125, True, 0, 0.0, None, None, None, 1.0)
     decode.decode(inputs, zeros(4, 8, 64), None, queries)
+decode.decode(inputs, zeros(4, 8, 64), None, 1, beside=True, place=_dependent.BESIDE)
 parts, lses = zeros(2, 4, 8, 64, dtype=torch.float32), zeros(2, 4, 8, dtype=torch.float32)
 prefix(inputs, PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2), table, lens[:1], 128, parts, lses)
 merge(heads, lses[0], parts, lses, a_decides=True)
@@ -215,9 +230,16 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "_prefix_kernel",
         "_merge_kernel",
     }
-    pipelined = set()
+    pipelined, beside = set(), 0
     for name, asked, metadata, ptx in kernels:
         assert asked and metadata
+        if asked == _dependent.BESIDE:  # it waits where it ends, in every way to its end
+            beside += 1
+            before, _, after = ptx.partition("griddepcontrol.launch_dependents")
+            assert "griddepcontrol" not in before and not re.search(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)", before)
+            waits, ends = (after.split(f"{end};") for end in ("griddepcontrol.wait", "ret"))
+            assert len(waits) == len(ends) and not re.search(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)", waits[-1])
+            continue
         before, _, after = ptx.partition("griddepcontrol.wait")
         assert "griddepcontrol.launch_dependents" in after and "griddepcontrol" not in before and "griddepcontrol.wait" not in after, name
         assert not re.search(r"^\s*(@%p\d+\s+)?(bra|ret)\b", before, re.M), f"{name}: a program might leave before it waits"
@@ -230,4 +252,5 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
             assert not touched, (name, touched)
         assert ("prefetch.global.L2" in before) == (name.startswith("_matrix") and not direct)
         pipelined.add((name, not direct))
+    assert beside == 1
     assert {(name, kind) for name in ("_matrix_kernel", "_matrix_qkv_kernel") for kind in (True, False)} <= pipelined

@@ -43,13 +43,14 @@ _BRANCH = 8  # leaves per branch; _LEAVES / _BRANCH branches per row
 
 def decode(
     inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, queries: int, tiles: DecodeTiles | None = None, min_queries: int = 1,
-    beside: bool = False,
-) -> None:  # fmt: skip
+    beside: bool = False, place: int = _dependent.ALONE,
+) -> list[torch.Tensor]:  # fmt: skip
     """Write the rows of every sequence with ``min_queries`` to ``queries`` query tokens; with min_queries 1 also zeros into the rows of
     no sequence.
 
     inputs: of at least one sequence. queries: 1 or QUERY_LEN, a bucket that the caller's ``max_query_len`` fixes; not read from the data.
-    beside: another launch takes other sequences, so there may be none for this one.
+    beside: another launch takes other sequences, so there may be none for this one. place: among those launches, as in _dependent.py.
+    Returns the temporaries.
     """
     x = inputs
     target = target_of(out.device)
@@ -86,8 +87,9 @@ def decode(
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES=leaves, LEAVES_MULTI=_LEAVES_MULTI, BRANCH=_BRANCH, BY_RANGE=by_range,
-        SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+        SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, place=place,
     )  # fmt: skip
+    return [parts, states]
 
 
 def _units(x: Inputs) -> tuple[int, bool]:
@@ -102,11 +104,11 @@ def _units(x: Inputs) -> tuple[int, bool]:
     return unit, (known or unit == 8) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def decode_of_mixed(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def decode_of_mixed(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> list[torch.Tensor]:
     """What ``decode(inputs, out, lse, QUERY_LEN)`` writes, for a batch that holds longer queries too: the same bits in two launches.
 
     Such a batch has many sequences of one query token, which cost a third more among the columns that eight would take, and few of 2 to 8
     (the ends of prompts), mostly none: then their launch ends at once.
     """
-    decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True)
-    decode(inputs, out, lse, 1, beside=True)
+    kept = decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True, place=_dependent.FIRST)
+    return kept + decode(inputs, out, lse, 1, beside=True, place=_dependent.BESIDE)

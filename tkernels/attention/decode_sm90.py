@@ -76,8 +76,11 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int, group_rows: int) -> dict
     return {"q_desc": _sm90.box(dtype, (QUERY_LEN, group_rows, dim)), "k_desc": keys, "v_desc": keys}
 
 
-def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the rows of every sequence with 2 to 8 query tokens. For calls of at least one sequence that ``refusal`` does not refuse."""
+def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE) -> list[torch.Tensor]:
+    """Write the rows of every sequence with 2 to 8 query tokens. For calls of at least one sequence that ``refusal`` does not refuse.
+
+    place: among the launches of a set, as in _dependent.py. Returns the temporaries.
+    """
     from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 
     x = inputs
@@ -98,5 +101,6 @@ def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> 
         counters(owners * x.kv_heads, out.device),
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride, x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        **constant, num_warps=4,
+        **constant, num_warps=4, place=place,
     )  # fmt: skip
+    return [parts, states]

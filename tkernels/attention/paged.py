@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from tkernels import _checks
+from tkernels._dependent import BESIDE, FIRST
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels.attention import decode_sm90, prefill_sm90
@@ -45,23 +46,27 @@ def launch(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int)
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    if max_query_len > QUERY_LEN:  # first: its programs run longest
+    kept = launch_decode(inputs, out, lse, max_query_len)
+    if max_query_len > QUERY_LEN:
         if prefill_sm90.refusal(inputs, out, target_of(out.device).arch) is None:
-            prefill_sm90.prefill_sm90(inputs, out, lse, QUERY_LEN + 1)
+            prefill_sm90.prefill_sm90(inputs, out, lse, QUERY_LEN + 1, BESIDE)
         else:
             prefill(inputs, out, lse, QUERY_LEN + 1)
-    launch_decode(inputs, out, lse, max_query_len)
+    del kept
 
 
-def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int) -> None:
-    """Write the rows of every sequence with 1 to QUERY_LEN query tokens, and of no sequence; ``max_query_len`` as in the op."""
+def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int) -> list[torch.Tensor]:
+    """Write the rows of every sequence with 1 to QUERY_LEN query tokens, and of no sequence; ``max_query_len`` as in the op.
+
+    Several launches are a set (_dependent.py): each fills what the one before leaves of the device, and an empty one costs little. That
+    of prompts is the last: its programs take tiles as they come, so they even out where the ranges of decode end. Returns the
+    temporaries, which must outlive the launch of the set's last kernel.
+    """
     if max_query_len > 1 and decode_sm90.refusal(inputs, target_of(out.device).arch) is None:
-        decode_sm90.decode_sm90(inputs, out, lse)
-        decode(inputs, out, lse, 1, beside=True)
-    elif max_query_len > QUERY_LEN:
-        decode_of_mixed(inputs, out, lse)
-    else:
-        decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
+        return decode_sm90.decode_sm90(inputs, out, lse, FIRST) + decode(inputs, out, lse, 1, beside=True, place=BESIDE)
+    if max_query_len > QUERY_LEN:
+        return decode_of_mixed(inputs, out, lse)
+    return decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
 
 
 def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> None:

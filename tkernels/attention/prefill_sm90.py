@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import next_power_of_2
@@ -97,10 +98,10 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int) -> dict[str, tuple[list[
     }
 
 
-def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int) -> Any:
+def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int, place: int = _dependent.ALONE) -> Any:
     """Write the rows of every sequence with at least ``min_query`` query tokens. For calls that ``refusal`` does not refuse.
 
-    Returns the compiled kernel, or None where no sequence can be that long.
+    place: among the launches of a set, as in _dependent.py. Returns the compiled kernel, or None where no sequence can be that long.
     """
     from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
 
@@ -112,10 +113,11 @@ def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, mi
     items = (num_tokens // _TILE + min(x.num_seqs, num_tokens // min_query)) * x.heads
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     box = boxes(x.q.dtype, x.dim, x.page_size)
-    return prefill_sm90_kernel[(min(target_of(out.device).num_sms, items),)](
+    return _dependent.launch(
+        prefill_sm90_kernel, (min(target_of(out.device).num_sms, items),), out.device,
         _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
         _sm90.descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counters(1, out.device),
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        **constants(x, lse is not None, min_query), num_warps=4,
+        **constants(x, lse is not None, min_query), num_warps=4, place=place,
     )  # fmt: skip

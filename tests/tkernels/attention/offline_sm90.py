@@ -50,14 +50,14 @@ def inputs(
 def compile_case(
     kernel: str = "prefill", dim: int = 128, page_size: int = 16, dtype: str = "bfloat16", heads: int = 32, kv_heads: int = 8,
     causal: bool = True, window: int = 0, softcap: float = 0.0, sinks: bool = False, lse: bool = False, scales: bool = False,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """pdl: of decode, whether it is a dependent launch."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales)
     element = _NAMES[x.q.dtype]
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
-        constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9))
+        constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9)) | {"PDL": pdl}
     else:
         constants = decode_sm90.constants(x, lse, 132) | {"PDL": pdl}
         function, boxes = decode_sm90_kernel, decode_sm90.boxes(x.q.dtype, dim, page_size, constants["GROUP_ROWS"])

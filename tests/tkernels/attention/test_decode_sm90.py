@@ -72,13 +72,25 @@ def test_each_kernel_has_its_own_switch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("gluon_compiles")
-@pytest.mark.parametrize(("queries", "kernels"), [([1, 1], ["decode 1"]), ([1, 8], ["sm90", "decode 1"]), ([30, 3], ["sm90", "decode 1"])])
+@pytest.mark.parametrize(
+    ("queries", "kernels"),
+    [
+        ([1, 1], [("decode 1", _dependent.ALONE)]),
+        ([1, 8], [("sm90", _dependent.FIRST), ("decode 1", _dependent.BESIDE)]),
+        ([30, 3], [("sm90", _dependent.FIRST), ("decode 1", _dependent.BESIDE), ("prefill", _dependent.BESIDE)]),
+    ],
+)
 def test_a_sequence_of_one_token_takes_the_same_kernel_in_every_bucket(queries, kernels, monkeypatch) -> None:
-    launched: list[str] = []
+    launched: list[tuple[str, int]] = []
+
+    def noted(name: str, place: int) -> list[torch.Tensor]:
+        launched.append((name, place))
+        return []
+
     monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
-    monkeypatch.setattr(paged.decode_sm90, "decode_sm90", lambda inputs, out, lse: launched.append("sm90"))
-    monkeypatch.setattr(paged, "decode", lambda inputs, out, lse, queries, beside=False: launched.append(f"decode {queries}"))
-    monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", lambda *a: None)
+    monkeypatch.setattr(paged.decode_sm90, "decode_sm90", lambda inputs, out, lse, place: noted("sm90", place))
+    monkeypatch.setattr(paged, "decode", lambda inputs, out, lse, queries, beside=False, place=0: noted(f"decode {queries}", place))
+    monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", lambda inputs, out, lse, min_query, place: noted("prefill", place))
     case = make_case([40, 40], queries, **SHAPE | {"device": "cpu"})
     inputs = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)
     paged.launch(inputs, torch.empty_like(case.q), None, max(queries))

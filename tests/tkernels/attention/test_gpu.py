@@ -9,6 +9,7 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
+from tkernels import _dependent
 from tkernels.attention.ref import paged_attention_ref
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +43,43 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
         call()
         assert torch.equal(replayed, out) and torch.equal(replayed_lse, lse)
         check(case, replayed, replayed_lse)
+
+
+@pytest.mark.parametrize("dim", [128, 256])  # 256: no Gluon kernel for 2 to 8 tokens
+@pytest.mark.parametrize("queries", [[1] * 20 + [3, 8], [1] * 20 + [3, 8, 300, 40], [1] * 40 + [2000], [5] * 20])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_stands_after(dependent: bool, queries: list[int], dim: int):
+    """Their inputs are written right before and overwritten right after; what follows reads their output at once."""
+    case = make_case([q + 50 * i for i, q in enumerate(queries)], queries, poison=False, **SHAPE | {"dim": dim})
+    expected, _ = attend(case)
+    check(case, expected)
+    inputs = [case.q, case.k_cache, case.v_cache]
+    golden = [x.clone() for x in inputs]
+    out, seen, weight = torch.empty_like(case.q), torch.empty_like(case.q), torch.ones(dim, dtype=case.q.dtype, device="cuda")
+
+    def call() -> None:
+        for x, given in zip(inputs, golden, strict=True):
+            x.copy_(given)
+        tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out)
+        seen.copy_(tkernels.rms_norm(out, weight))
+        for x in (*inputs, out):
+            x.fill_(float("nan"))
+
+    before = _dependent.enabled()
+    _dependent.enable(dependent)
+    try:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    finally:
+        _dependent.enable(before)
+    normed = tkernels.rms_norm(expected, weight)
+    for again in [graph.replay] * 30 + [call] * 5:
+        seen.zero_()
+        again()
+        assert torch.equal(seen, normed)
 
 
 def bits_alone_and_in_a_batch(query_lens, **shape) -> tuple[Case, torch.Tensor]:

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS, wait_for_previous
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
+from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, enter, leave
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -42,7 +42,7 @@ def decode_sm90_kernel(
 
     Each (owner, KV head), an owner being a sequence or with BY_RANGE a range, has LEAVES slots of SLOT_ROWS rows in part_ptr [rows, DIM]
     and state_ptr [rows, 2], and in arrivals_ptr an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
-    wait_for_previous(PDL)
+    enter(PDL)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, ROWS, DIM], layout)
@@ -94,3 +94,4 @@ def decode_sm90_kernel(
         [1, 1, 1],
         [64, 64, 64],  # registers a thread; the consumer takes what it needs
     )  # fmt: skip
+    leave(PDL)

@@ -27,17 +27,6 @@ class Ranges(NamedTuple):
 
 
 @gluon.jit
-def wait_for_previous(PDL: gl.constexpr):
-    """``wait`` of tkernels/_dependent.py."""
-    if PDL:
-        threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r",
-            [gl.full([32 * gl.num_warps()], 0, gl.int32, threads)], gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
 def plan(length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr):
     """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
 

@@ -26,7 +26,7 @@ from tkernels.attention._prefill_sm90.consumer import consumer
 from tkernels.attention._prefill_sm90.loaders import cleaner, loader
 from tkernels.attention._prefill_sm90.scheduler import scheduler
 from tkernels.attention._prefill_sm90.shared import FIELDS, OUT_COLUMNS, ROWS, WARPGROUPS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, enter, leave
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -36,11 +36,12 @@ def prefill_sm90_kernel(
     DTYPE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     MIN_QUERY: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, NARROW: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HALF_DIAGONAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """q_desc: [tokens, heads, HEAD_DIM] in boxes of [ROWS, 1, DIM], out_desc in boxes of min(DIM, OUT_COLUMNS) columns. k_desc, v_desc:
     [pages, PAGE, kv_heads, HEAD_DIM] in boxes of [1, min(PAGE, BLOCK_N), 1, DIM]. TMA brings zeros for the columns from HEAD_DIM to DIM
     and does not write them. counter_ptr: an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
+    enter(PDL)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], layout)
@@ -104,3 +105,4 @@ def prefill_sm90_kernel(
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],
     )  # fmt: skip
+    leave(PDL)

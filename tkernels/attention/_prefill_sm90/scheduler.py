@@ -46,7 +46,9 @@ def scheduler(
         count, levels = _query_tiles(cu_ptr, lens_ptr, start, num_seqs, capacity, MIN_QUERY, WIDE)
         num_tiles += gl.sum(count, 0)
         highest = gl.max(gl.where(count > 0, levels, 0), 0)
-        first = gl.where(highest > level, start, first)
+        seqs = start + gl.arange(0, WIDE, levels.type.layout)
+        there = gl.min(gl.where((count > 0) & (levels == highest), seqs, num_seqs), 0)  # prompts often stand behind many decode rows
+        first = gl.where(highest > level, there // SEQS * SEQS, first)
         level = gl.maximum(level, highest)
     items = num_tiles * HEADS
     # a cursor that only moves on: ``passed`` query tiles lie before the SEQS sequences at ``first`` in this level, which have ``here``
