@@ -151,7 +151,9 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
     parts = []
     unit = "Microseconds"
     for title, rows in groups.items():
-        if rows and "tflops" in rows[0]:
+        if not rows:  # the only ones of a file may be of one kind
+            continue
+        if "tflops" in rows[0]:
             unit = "TFLOP/s"
             timed = [row for row in rows if "tflops" not in row]
             rows = [row for row in rows if "tflops" in row]
@@ -163,17 +165,17 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             )
             if timed:
                 table += "\n" + _by_peer(timed, "case, µs")
-        elif rows and isinstance(rows[0].get("us"), dict):
+        elif isinstance(rows[0].get("us"), dict):
             table = _by_peer(rows, "case")
-        elif rows and rows[0].get("what") == "start-up":
+        elif rows[0].get("what") == "start-up":
             table = _of_starts(rows)
-        elif rows and rows[0].get("what") == "host time":
+        elif rows[0].get("what") == "host time":
             table = _of_host_times(rows)
         elif any(row.get("what") == "regret" for row in rows):
             table, unit = _of_regret(rows), "Units stand in the header"
-        elif rows and isinstance(rows[0].get("tokens_by_mode"), dict):
+        elif isinstance(rows[0].get("tokens_by_mode"), dict):
             table = _of_policies(rows)
-        elif rows and "name" in rows[0]:
+        elif "name" in rows[0]:
             keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
             names = list(dict.fromkeys(row["name"] for row in rows))
             lines: dict[tuple[Any, ...], dict[str, float]] = {}

@@ -130,6 +130,12 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_kind_without_rows_has_no_table(tmp_path: Path) -> None:
+    rows = {"": [], "Cliffs": [{"sweep": "length", "worst": 1.32}]}
+    (tmp_path / "kinds.json").write_text(json.dumps({"machine": {}, "command": "made", "rows": rows}))
+    assert report.script_table("kinds", tmp_path).startswith("Cliffs\n\n| sweep | worst |\n")
+
+
 def test_table_has_cases_down_and_peers_across(tree: Path) -> None:
     text = report.table("norm", tree / "bench" / "results")
     assert "|  | tkernels | Liger |" in text

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._decode_sm90.shared import HANDSHAKE, Q_STAGES, ROWS, barrier
+from tkernels.attention._decode_sm90.shared import FOLD_ROWS, HANDSHAKE, Q_STAGES, ROWS, barrier
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, meet, wait_work
 
 
@@ -71,11 +71,11 @@ def _finish(m, l, sink, v_factor, HAS_SINKS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out_ptr, lse_ptr, sinks_ptr, m, l, acc, first_row, query_len, length, head, v_factor, stride_ot, stride_oh, stride_lt, stride_lh,
+    out_ptr, lse_ptr, sinks_ptr, m, l, acc, begin, first_row, query_len, length, head, v_factor, stride_ot, stride_oh, stride_lt, stride_lh,
     GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    row = begin + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     m = gl.convert_layout(m, gl.SliceLayout(1, layout))
     l = gl.convert_layout(l, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
@@ -101,26 +101,30 @@ def _fold(
     SLOT_ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """A cut sequence from the states of its leaves, in their order: SLOT_ROWS rows each, the first leaf's from row ``first`` on."""
+    """A cut sequence from the states of its leaves, in their order: SLOT_ROWS rows each, the first leaf's from row ``first`` on.
+
+    FOLD_ROWS rows at a time, and none past the last query: one program reads what many have left, as fast as its loads come back.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [4, 1], [1, 0])
-    UNROLL: gl.constexpr = 128 // SLOT_ROWS  # loads in flight, of 128 registers a thread in all
-    rows = gl.arange(0, SLOT_ROWS, gl.SliceLayout(1, layout))
+    UNROLL: gl.constexpr = 128 // FOLD_ROWS  # leaves that are on their way, in 128 registers a thread
+    rows = gl.arange(0, FOLD_ROWS, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
-    m3 = gl.full([SLOT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    l3 = gl.full([SLOT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
-    acc3 = gl.full([SLOT_ROWS, DIM], 0.0, gl.float32, layout)
-    for leaf in range(0, leaves, UNROLL):
-        for u in gl.static_range(UNROLL):
-            has = (rows >= 0) & (leaf + u < leaves)
-            slot = first + (leaf + u) * SLOT_ROWS + rows
-            m = gl.load(state_ptr + slot * 2, mask=has, other=float("-inf"))
-            l = gl.load(state_ptr + slot * 2 + 1, mask=has, other=0.0)
-            acc = gl.load(part_ptr + slot[:, None] * DIM + offs_d[None, :], mask=has[:, None], other=0.0)
-            m3, l3, acc3 = _merge(m3, l3, acc3, m, l, acc)
-    _store(
-        out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, first_row, query_len, length, head, v_factor,
-        stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
-    )  # fmt: skip
+    for row in range(0, query_len * GROUP_ROWS, FOLD_ROWS):
+        m3 = gl.full([FOLD_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        l3 = gl.full([FOLD_ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
+        acc3 = gl.full([FOLD_ROWS, DIM], 0.0, gl.float32, layout)
+        for leaf in range(0, leaves, UNROLL):
+            for u in gl.static_range(UNROLL):
+                has = (row + rows < query_len * GROUP_ROWS) & (leaf + u < leaves)
+                slot = first + (leaf + u) * SLOT_ROWS + row + rows
+                m = gl.load(state_ptr + slot * 2, mask=has, other=float("-inf"))
+                l = gl.load(state_ptr + slot * 2 + 1, mask=has, other=0.0)
+                acc = gl.load(part_ptr + slot[:, None] * DIM + offs_d[None, :], mask=has[:, None], other=0.0)
+                m3, l3, acc3 = _merge(m3, l3, acc3, m, l, acc)
+        _store(
+            out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, row, first_row, query_len, length, head, v_factor,
+            stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -247,7 +251,7 @@ def consumer(
                     )  # fmt: skip
             else:
                 _store(
-                    out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, first_row, query_len, length, head, head_factor,
+                    out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, 0, first_row, query_len, length, head, head_factor,
                     stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
         k += 1

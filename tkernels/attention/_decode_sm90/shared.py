@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
 MIN_QUERIES = gl.constexpr(2)
 QUERIES = gl.constexpr(8)
+FOLD_ROWS = gl.constexpr(8)  # query rows that are folded at once: the fewest that a slot has
 SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
 FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
