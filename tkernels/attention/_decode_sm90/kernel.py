@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS, wait_for_previous
+from tkernels.attention._decode_sm90.shared import FIELDS, HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS, wait_for_previous
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
@@ -81,13 +81,13 @@ def decode_sm90_kernel(
                     CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
                 ),
             ),
-            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, K_STAGES, DIM, PAGE, BLOCK_N)),
-            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, V_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, HANDSHAKE, V_STAGES, DIM, PAGE, BLOCK_N)),
             (
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, HAS_WINDOW,
+                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, MIN_QUERIES, QUERIES, HAS_WINDOW,
                 ),
             ),
         ],
