@@ -24,7 +24,7 @@ from bench.harness import write_results
 from bench.plan_sizes import read_trace
 from tkernels import _dependent
 from tkernels._target import target_of
-from tkernels.attention import decode_sm90
+from tkernels.attention import decode_fp8_sm90, decode_sm90
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention._tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
 from tkernels.attention.cascade import cascade_attention
@@ -81,16 +81,18 @@ def ours(batch: Batch, tiles: DecodeTiles | None = None, **keywords: Any) -> Any
 
 
 def twin(batch: Batch, **keywords: Any) -> Any:
-    """``ours`` for several query tokens by the plain Triton kernel."""
+    """``ours`` by the plain Triton kernel."""
     q, k_cache = batch.q, batch.k_cache
-    rows = QUERY_LEN * q.shape[1] // k_cache.shape[2]
+    queries = 1 if len(q) == len(batch.seq_lens) else QUERY_LEN
+    rows = queries * q.shape[1] // k_cache.shape[2]
     return ours(batch, decode_tiles(target_of(q.device).arch, q.shape[2], k_cache.element_size(), rows, len(batch.seq_lens)), **keywords)
 
 
-def taken(batch: Batch) -> bool:
-    """Whether the Gluon kernel computes sequences of several query tokens."""
+def taken(batch: Batch, query: int) -> bool:
+    """Whether a Gluon kernel computes sequences of ``query`` tokens."""
     inputs = check_inputs(*batch.arguments(0), 1.0, True, 0, 0.0, None, None, None, 1.0)
-    return decode_sm90.refusal(inputs, target_of(batch.q.device).arch) is None
+    arch = target_of(batch.q.device).arch
+    return decode_fp8_sm90.refusal(inputs, arch) is None if query == 1 else decode_sm90.refusal(inputs, arch) is None
 
 
 def dependent(call: Any, number: int) -> torch.cuda.CUDAGraph:
@@ -143,7 +145,7 @@ def run_case(name: str, lens: list[int], query: int = 1, peer: tuple[int, int] |
              cache_dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> dict[str, Any]:  # fmt: skip
     batch = make_batch(lens, [query] * len(lens), cache_dtype=cache_dtype)
     calls = {"ours": ours(batch, **keywords)}
-    if query > 1 and taken(batch):
+    if taken(batch, query):
         calls["plain Triton"] = twin(batch, **keywords)
     for label, choice in (sweep or {}).items():
         calls[label] = ours(batch, choice, **keywords)
@@ -256,7 +258,7 @@ def main() -> None:
         lens = [request.prompt + random.randint(1, request.generated) for request in random.sample(read_trace(), 64)]
         note(run_case("64 of the trace", lens, sweep=sweep))
     if "fp8" in cases:
-        for b, n in ((1, 131072), (32, 4096), (128, 8192)):
+        for b, n in ((b, n) for b, n in ROWS if b * n >= 1 << 17):  # 500 MB of bf16 and more
             note(run_case(f"fp8 {b} x {n}", [n] * b, cache_dtype=torch.float8_e4m3fn, sweep=sweep))
     if "window" in cases:
         for b in (1, 16):

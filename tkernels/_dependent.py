@@ -3,7 +3,7 @@
     TKERNELS_PDL=1, or enable(True) before the capture; off by default
 
 A kernel launched so begins before the one before it has finished. ``wait`` returns when that one has, with all that it wrote. So, in
-every program, also in those that leave early: before ``wait`` nothing is read but weights, and nothing is written, since the memory may
+every program, also in those that depart early: before ``wait`` nothing is read but weights, and nothing is written, since the memory may
 still be read by the kernel before. ``wait`` then also lets the next kernel begin: not earlier, or that one could overtake two
 kernels, and what it waits for would not be all that came before it.
 
@@ -97,7 +97,7 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def leave(PDL: tl.constexpr):
+def depart(PDL: tl.constexpr):
     """The end of a program: one of a set does not end before the kernel before it."""
     if PDL == 2:
         gdc_wait()

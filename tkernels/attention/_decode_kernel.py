@@ -8,7 +8,7 @@ blocks folds them: nobody waits for anybody, and who folds does not change what 
 
 from __future__ import annotations
 
-from tkernels._dependent import leave, wait
+from tkernels._dependent import depart, wait
 from tkernels._triton import cast, tl, triton
 from tkernels.attention._common import cap_logits, finish, merge_states, page_ids, page_slots, product, read, scaled_rows, widen
 
@@ -128,7 +128,7 @@ def decode_kernel(
                 _zero_rows(
                     out_ptr, lse_ptr, tail, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, BLOCK_D, DIM, HAS_LSE
                 )  # fmt: skip
-            leave(PDL)
+            depart(PDL)
             return
     ends = tl.cumsum(shares, 0)
     begins = ends - shares
@@ -339,4 +339,4 @@ def decode_kernel(
         _zero_rows(
             out_ptr, lse_ptr, tail, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, BLOCK_D, DIM, HAS_LSE
         )  # fmt: skip
-    leave(PDL)
+    depart(PDL)

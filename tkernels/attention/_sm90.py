@@ -23,6 +23,7 @@ def gluon_problem() -> str | None:
     if INTERPRETED:
         return "Triton's interpreter has no Gluon"
     try:
+        from tkernels.attention._decode_sm90 import fp8_kernel as _decode_fp8  # noqa: F401
         from tkernels.attention._decode_sm90 import kernel as _decode  # noqa: F401
         from tkernels.attention._prefill_sm90 import kernel as _prefill  # noqa: F401
     except (ImportError, AttributeError) as error:
@@ -45,13 +46,15 @@ def absence(kernel: str, arch: str) -> str | None:
     return gluon_problem()
 
 
-def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int]) -> str | None:
-    """Why a call is left to the plain Triton kernel, as far as both Gluon kernels agree. dims: head dimensions that it takes."""
+def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int], cache: torch.dtype | None = None) -> str | None:
+    """Why a call is left to the plain Triton kernel, as far as the Gluon kernels agree. dims: head dimensions that it takes.
+    cache: the dtype of the caches that it takes, q's own where None."""
     problem = absence(kernel, arch)
     if problem:
         return problem
-    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != x.q.dtype:
-        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected float16 or bfloat16 for both"
+    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != (cache or x.q.dtype):
+        expected = f"float16 or bfloat16 {f'on {cache}' if cache else 'for both'}"
+        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected {expected}"
     if not dims[0] <= x.dim <= dims[1]:
         return f"head dimension {x.dim}: expected {dims[0]} to {dims[1]}"
     if x.page_size not in _PAGES:
@@ -89,7 +92,7 @@ def box(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
 def element(dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
 
 
 def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
@@ -97,5 +100,5 @@ def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
-    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], shape, layout)

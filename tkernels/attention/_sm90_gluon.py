@@ -138,7 +138,7 @@ def enter(PDL: gl.constexpr):
 
 
 @gluon.jit
-def leave(PDL: gl.constexpr):
-    """``leave`` of tkernels/_dependent.py."""
+def depart(PDL: gl.constexpr):
+    """``depart`` of tkernels/_dependent.py."""
     if PDL == 2:
         _control("wait")

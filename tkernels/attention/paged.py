@@ -1,7 +1,7 @@
 """Paged attention: decode, prefill over a cached prefix and mixed batches in one op, and its form that writes into a given output.
 
 Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py; on Hopper 2
-to 8 decode_sm90.py, more prefill_sm90.py, where they take the call.
+to 8 decode_sm90.py (e4m3 caches: 1 decode_fp8_sm90.py), more prefill_sm90.py, where they take the call.
 ``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
 """
 
@@ -13,7 +13,7 @@ from tkernels import _checks
 from tkernels._dependent import BESIDE, FIRST
 from tkernels._op import define
 from tkernels._target import target_of
-from tkernels.attention import decode_sm90, prefill_sm90
+from tkernels.attention import decode_fp8_sm90, decode_sm90, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
 from tkernels.attention.prefill import prefill
@@ -62,7 +62,13 @@ def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_le
     of prompts is the last: its programs take tiles as they come, so they even out where the ranges of decode end. Returns the
     temporaries, which must outlive the launch of the set's last kernel.
     """
-    if max_query_len > 1 and decode_sm90.refusal(inputs, target_of(out.device).arch) is None:
+    arch = target_of(out.device).arch
+    if decode_fp8_sm90.refusal(inputs, arch) is None:
+        if max_query_len <= 1:
+            return decode_fp8_sm90.decode_fp8_sm90(inputs, out, lse)
+        kept = decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True, place=FIRST)
+        return kept + decode_fp8_sm90.decode_fp8_sm90(inputs, out, lse, BESIDE)
+    if max_query_len > 1 and decode_sm90.refusal(inputs, arch) is None:
         return decode_sm90.decode_sm90(inputs, out, lse, FIRST) + decode(inputs, out, lse, 1, beside=True, place=BESIDE)
     if max_query_len > QUERY_LEN:
         return decode_of_mixed(inputs, out, lse)

@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
-prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions)} a case.
+prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp)}
+a case.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tkernels.attention import decode_sm90, prefill_sm90
+from tkernels.attention import decode_fp8_sm90, decode_sm90, prefill_sm90
+from tkernels.attention._common import FP8
+from tkernels.attention._decode_sm90.fp8_kernel import decode_fp8_sm90_kernel
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
@@ -31,15 +34,15 @@ _POINTERS = (
 )  # fmt: skip
 _FP32 = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "part_ptr", "state_ptr")
 _FLOATS = ("qk_scale", "softcap", "v_factor")
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8e4nv"}
 
 
 def inputs(
     dim: int, page_size: int, dtype: torch.dtype, heads: int, kv_heads: int, causal: bool, window: int, softcap: float, sinks: bool,
-    scales: bool,
+    scales: bool, fp8: bool,
 ) -> Inputs:  # fmt: skip
     """The arguments of a call on 32 tokens, on the CPU."""
-    cache = torch.zeros((4, page_size, kv_heads, dim), dtype=dtype)
+    cache = torch.zeros((4, page_size, kv_heads, dim), dtype=FP8 if fp8 else dtype)
     return check_inputs(
         torch.zeros((32, heads, dim), dtype=dtype), cache, cache.clone(), torch.zeros((1, 2), dtype=torch.int32),
         torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), dim**-0.5, causal, window, softcap,
@@ -53,11 +56,16 @@ def compile_case(
     pdl: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """pdl: of decode, whether it is a dependent launch."""
-    x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales)
-    element = _NAMES[x.q.dtype]
+    x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, kernel == "decode_fp8")
+    element, options = _NAMES[x.q.dtype], {"num_warps": 4}
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
         constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9)) | {"PDL": pdl}
+    elif kernel == "decode_fp8":
+        constants = decode_fp8_sm90.constants(x, lse, 132) | {"PDL": pdl}
+        function, boxes = decode_fp8_sm90_kernel, decode_fp8_sm90.boxes(x.q.dtype, constants)
+        layout = decode_fp8_sm90.layout_of(constants["DIM"])
+        options = {"num_warps": layout.warps, "maxnreg": layout.maxnreg}
     else:
         constants = decode_sm90.constants(x, lse, 132) | {"PDL": pdl}
         function, boxes = decode_sm90_kernel, decode_sm90.boxes(x.q.dtype, dim, page_size, constants["GROUP_ROWS"])
@@ -65,8 +73,9 @@ def compile_case(
     signature: dict[str, str] = {}
     for name in function.arg_names:
         if name in boxes:
-            shape, layout = boxes[name]
-            signature[name] = f"tensordesc<{element}{shape},{layout!r}>"
+            shape, shared = boxes[name]
+            of = element if name == "q_desc" else _NAMES[x.k_cache.dtype]
+            signature[name] = f"tensordesc<{of}{shape},{shared!r}>"
         elif name in constants:
             signature[name] = "constexpr"
         elif absent.get(name):
@@ -78,7 +87,7 @@ def compile_case(
     aligned = [name for name in signature if name in (*_POINTERS, "stride_ot", "stride_oh") and signature[name] != "constexpr"]
     attributes = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
@@ -90,6 +99,7 @@ def compile_case(
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync.aligned"),
     }
 
 

@@ -11,7 +11,7 @@ from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, meet, w
 
 
 @gluon.jit
-def _merge(m, l, acc, mb, lb, accb):
+def merge(m, l, acc, mb, lb, accb):
     """Fold the state (mb, lb, accb) into (m, l, acc): m, l [M]; acc [M, D]. Factors are powers of two, so that only the order counts."""
     m_new = gl.maximum(m, mb)
     base = gl.where(m_new == float("-inf"), 0.0, m_new)  # two empty states: not exp2(-inf + inf)
@@ -105,22 +105,24 @@ def _fold(
 
     FOLD_ROWS rows at a time, and none past the last query: one program reads what many have left, as fast as its loads come back.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [4, 1], [1, 0])
-    UNROLL: gl.constexpr = 128 // FOLD_ROWS  # leaves that are on their way, in 128 registers a thread
-    rows = gl.arange(0, FOLD_ROWS, gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [gl.num_warps(), 1], [1, 0])
+    UNROLL: gl.constexpr = 16  # leaves that are on their way, in 128 registers a thread
+    ROWS_AT_ONCE: gl.constexpr = min(FOLD_ROWS, SLOT_ROWS)
+    last = gl.minimum(query_len * GROUP_ROWS, SLOT_ROWS)
+    rows = gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
-    for row in range(0, query_len * GROUP_ROWS, FOLD_ROWS):
-        m3 = gl.full([FOLD_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-        l3 = gl.full([FOLD_ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
-        acc3 = gl.full([FOLD_ROWS, DIM], 0.0, gl.float32, layout)
+    for row in range(0, last, ROWS_AT_ONCE):
+        m3 = gl.full([ROWS_AT_ONCE], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        l3 = gl.full([ROWS_AT_ONCE], 0.0, gl.float32, gl.SliceLayout(1, layout))
+        acc3 = gl.full([ROWS_AT_ONCE, DIM], 0.0, gl.float32, layout)
         for leaf in range(0, leaves, UNROLL):
             for u in gl.static_range(UNROLL):
-                has = (row + rows < query_len * GROUP_ROWS) & (leaf + u < leaves)
+                has = (row + rows < last) & (leaf + u < leaves)
                 slot = first + (leaf + u) * SLOT_ROWS + row + rows
                 m = gl.load(state_ptr + slot * 2, mask=has, other=float("-inf"))
                 l = gl.load(state_ptr + slot * 2 + 1, mask=has, other=0.0)
                 acc = gl.load(part_ptr + slot[:, None] * DIM + offs_d[None, :], mask=has[:, None], other=0.0)
-                m3, l3, acc3 = _merge(m3, l3, acc3, m, l, acc)
+                m3, l3, acc3 = merge(m3, l3, acc3, m, l, acc)
         _store(
             out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, row, first_row, query_len, length, head, v_factor,
             stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
@@ -128,7 +130,7 @@ def _fold(
 
 
 @gluon.jit
-def _leave(part_ptr, state_ptr, slot, m, l, acc, valid):
+def leave(part_ptr, state_ptr, slot, m, l, acc, valid):
     """Write the state of the valid rows from row ``slot`` on."""
     layout: gl.constexpr = acc.type.layout
     row = gl.arange(0, acc.shape[0], m.type.layout)
@@ -138,6 +140,33 @@ def _leave(part_ptr, state_ptr, slot, m, l, acc, valid):
     valid = gl.convert_layout(valid, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     gl.store(part_ptr + (slot + row)[:, None] * acc.shape[1] + offs_d[None, :], acc, mask=valid[:, None])
+
+
+@gluon.jit
+def end_segment(
+    out_ptr, lse_ptr, sinks_ptr, part_ptr, state_ptr, arrivals_ptr, arrivals, slot0, is_cut, blocks, share, leaf, m, l, acc,
+    first_row, query_len, length, head, head_factor, stride_ot, stride_oh, stride_lt, stride_lh,
+    SLOT_ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Store a sequence that the segment holds whole, (m, l, acc); of a cut one fold the leaves, if all of its blocks are in now."""
+    if is_cut:
+        barrier()  # all threads have stored before one of them releases
+        arrived = gl.atomic_add(arrivals_ptr + arrivals, blocks, sem="acq_rel", scope="gpu")
+        if arrived + blocks == share:  # all of its blocks are in, so this program folds them
+            barrier()  # no thread reads before the one that acquires
+            gl.store(arrivals_ptr + arrivals, 0)  # for the next launch
+            leaves = (share + leaf - 1) // leaf
+            _fold(
+                part_ptr, state_ptr, slot0, leaves, out_ptr, lse_ptr, sinks_ptr,
+                first_row, query_len, length, head, head_factor, stride_ot, stride_oh, stride_lt, stride_lh,
+                SLOT_ROWS, DIM, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip
+    else:
+        _store(
+            out_ptr, lse_ptr, sinks_ptr, m, l, acc, 0, first_row, query_len, length, head, head_factor,
+            stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -227,9 +256,9 @@ def consumer(
                 if ((done & (leaf - 1)) == 0) | (done == share):
                     if is_cut:
                         slot = slot0 + (done - 1) // leaf * SLOT_ROWS
-                        _leave(part_ptr, state_ptr, slot, m1, l1, acc1, token < query_len)
+                        leave(part_ptr, state_ptr, slot, m1, l1, acc1, token < query_len)
                     else:
-                        m3, l3, acc3 = _merge(m3, l3, acc3, m1, l1, acc1)
+                        m3, l3, acc3 = merge(m3, l3, acc3, m1, l1, acc1)
                     m1 = nothing
                     l1 = gl.full([ROWS], 0.0, gl.float32, row.type.layout)
                     acc1 = gl.zeros([ROWS, DIM], gl.float32, o_layout)
@@ -237,21 +266,9 @@ def consumer(
             head_factor = v_factor
             if HAS_V_SCALE:
                 head_factor = v_factor * gl.load(v_scale_ptr + head * stride_vs)
-            if is_cut:
-                barrier()  # all threads have stored before one of them releases
-                arrived = gl.atomic_add(arrivals_ptr + arrivals, blocks, sem="acq_rel", scope="gpu")
-                if arrived + blocks == share:  # all of its blocks are in, so this program folds them
-                    barrier()  # no thread reads before the one that acquires
-                    gl.store(arrivals_ptr + arrivals, 0)  # for the next launch
-                    leaves = (share + leaf - 1) // leaf
-                    _fold(
-                        part_ptr, state_ptr, slot0, leaves, out_ptr, lse_ptr, sinks_ptr,
-                        first_row, query_len, length, head, head_factor, stride_ot, stride_oh, stride_lt, stride_lh,
-                        SLOT_ROWS, DIM, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
-                    )  # fmt: skip
-            else:
-                _store(
-                    out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, 0, first_row, query_len, length, head, head_factor,
-                    stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
-                )  # fmt: skip
+            end_segment(
+                out_ptr, lse_ptr, sinks_ptr, part_ptr, state_ptr, arrivals_ptr, arrivals, slot0, is_cut, blocks, share, leaf, m3, l3, acc3,
+                first_row, query_len, length, head, head_factor, stride_ot, stride_oh, stride_lt, stride_lh,
+                SLOT_ROWS, DIM, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip
         k += 1

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, enter, leave
+from tkernels.attention._decode_sm90.shared import FIELDS, HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, depart, enter
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -81,17 +81,17 @@ def decode_sm90_kernel(
                     CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
                 ),
             ),
-            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, K_STAGES, DIM, PAGE, BLOCK_N)),
-            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, V_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, HANDSHAKE, V_STAGES, DIM, PAGE, BLOCK_N)),
             (
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, HAS_WINDOW,
+                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, MIN_QUERIES, QUERIES, HAS_WINDOW,
                 ),
             ),
         ],
         [1, 1, 1],
         [64, 64, 64],  # registers a thread; the consumer takes what it needs
     )  # fmt: skip
-    leave(PDL)
+    depart(PDL)

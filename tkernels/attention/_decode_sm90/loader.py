@@ -6,19 +6,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tkernels.attention._decode_sm90.shared import HANDSHAKE
 from tkernels.attention._sm90_gluon import get_word, meet, wait_work
 
 
 @gluon.jit
 def loader(
     desc, table_ptr, ring, segments,
-    BARRIER: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    BARRIER: gl.constexpr, HANDSHAKE: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Streams the K or the V blocks of every segment. A page id past the sequence's last page is never read: the last page stands in."""
+    """Streams the K or the V blocks of every segment. A page id past the sequence's last page is never read: the last page stands in.
+    HANDSHAKE: threads that meet when a stage is given back, the consumer's and the loader's."""
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
     PART: gl.constexpr = BLOCK_N // PAGES  # keys that one TMA brings
+    BYTES: gl.constexpr = BLOCK_N * DIM * ring.blocks.dtype.primitive_bitwidth // 8
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     i = 0
     k = 0
@@ -45,7 +46,7 @@ def loader(
             stage = i % STAGES
             if i >= STAGES:
                 meet("sync", BARRIER + stage, HANDSHAKE)
-            mbarrier.expect(ring.full.index(stage), BLOCK_N * DIM * 2)
+            mbarrier.expect(ring.full.index(stage), BYTES)
             for p in gl.static_range(PAGES):
                 to = ring.blocks.index(stage)
                 if PAGES > 1:

@@ -6,23 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tkernels.attention._decode_sm90.shared import (
-    MIN_QUERIES,
-    Q_STAGES,
-    QUERIES,
-    SEQS,
-    make_ranges,
-    plan,
-    range_begin,
-    range_of,
-)
+from tkernels.attention._decode_sm90.shared import Q_STAGES, SEQS, make_ranges, plan, range_begin, range_of
 from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, sequence, wait_room
 
 
 @gluon.jit
 def _shares(
     cu_ptr, lens_ptr, first, num_seqs, capacity, window,
-    HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr,
+    MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of the sequences ``first`` to ``first + SEQS``; none of those with other than MIN_QUERIES to QUERIES query tokens."""
     s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
@@ -35,14 +26,14 @@ def _shares(
 def scheduler(
     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr, MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Ranges of the blocks of one KV head, all sequences one after another; a program takes its own.
     A range is cut into segments, a part of one sequence each, and both of its ends move up to the next end of a leaf."""
     total = 0
     for first in range(0, num_seqs, SEQS):
-        shares = _shares(cu_ptr, lens_ptr, first, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+        shares = _shares(cu_ptr, lens_ptr, first, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
         total += gl.sum(shares, 0)
     ranges = make_ranges(total, PROGRAMS)
     # a cursor: ``passed`` blocks lie before the SEQS sequences at ``group``
@@ -58,12 +49,12 @@ def scheduler(
             group = 0
             passed = 0
         while x < stop:
-            shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+            shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
             here = gl.sum(shares, 0)
             while x >= passed + here:
                 passed += here
                 group += SEQS
-                shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, HAS_WINDOW, BLOCK_N, LEAVES)
+                shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
                 here = gl.sum(shares, 0)
             ends = gl.associative_scan(shares, 0, add)
             before = ends <= x - passed

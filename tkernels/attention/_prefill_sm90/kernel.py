@@ -26,7 +26,7 @@ from tkernels.attention._prefill_sm90.consumer import consumer
 from tkernels.attention._prefill_sm90.loaders import cleaner, loader
 from tkernels.attention._prefill_sm90.scheduler import scheduler
 from tkernels.attention._prefill_sm90.shared import FIELDS, OUT_COLUMNS, ROWS, WARPGROUPS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, enter, leave
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, depart, enter
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -105,4 +105,4 @@ def prefill_sm90_kernel(
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],
     )  # fmt: skip
-    leave(PDL)
+    depart(PDL)

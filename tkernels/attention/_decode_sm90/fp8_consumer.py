@@ -1,0 +1,302 @@
+"""The consumer of the kernel for e4m3 caches: matrix products on the older tensor cores, softmax, the fold of a sequence.
+
+Keys are the rows of S = K · qᵀ, the first product, and heads the columns (N, 8 or 16); the second is O = Vᵀ · P. Each warp takes its own
+keys of a block, with a maximum, sums and an accumulator of its own, and needs no other warp inside a leaf. Nothing is laid out anew
+between shared memory and the tensor cores (fp8_operands.py).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
+from tkernels.attention._decode_sm90.fp8_operands import bits, load_k, load_q, load_v, transpose
+from tkernels.attention._decode_sm90.shared import Q_STAGES, barrier
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, wait_work
+
+
+@gluon.constexpr_function
+def _row_layouts(N, D, WARPS):
+    """Of the state of all warps: (accumulators of every second head [warps, N / 2, D], m and l [warps, N], their sum [N, D]).
+
+    A thread has the same element of all warps; lanes run along D, four elements each, then along heads, and so do warps."""
+    w = bits(WARPS)
+    free = [("d", i) for i in range(2, bits(D))] + [("n", i) for i in range(bits(N // 2))]
+    lanes = (free[:5] + [None] * 5)[:5]
+    warps = (free[5 : 5 + w] + [None] * w)[:w]
+    rest = free[5 + w :]
+
+    def half(x):
+        return [0, 0, 0] if x is None else [0, 0, 1 << x[1]] if x[0] == "d" else [0, 1 << x[1], 0]
+
+    def narrow(x):
+        return [0, 2 << x[1]] if x is not None and x[0] == "n" else [0, 0]
+
+    def whole(x):
+        return [0, 0] if x is None else [0, 1 << x[1]] if x[0] == "d" else [2 << x[1], 0]
+
+    sources = [1 << i for i in range(w)]
+    layout_half = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2]] + [[i, 0, 0] for i in sources] + [half(x) for x in rest],
+        [half(x) for x in lanes], [half(x) for x in warps], [], [WARPS, N // 2, D],
+    )  # fmt: skip
+    layout_narrow = gl.DistributedLinearLayout(
+        [[i, 0] for i in sources] + [[0, 1]] + [narrow(x) for x in rest if x[0] == "n"],
+        [narrow(x) for x in lanes], [narrow(x) for x in warps], [], [WARPS, N],
+    )  # fmt: skip
+    layout_whole = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0]] + [whole(x) for x in rest], [whole(x) for x in lanes], [whole(x) for x in warps], [], [N, D]
+    )
+    return layout_half, layout_narrow, layout_whole
+
+
+@gluon.constexpr_function
+def _arrive(threads):
+    return f"bar.arrive $1, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def _give_back(number, THREADS: gl.constexpr):
+    """bar.arrive at a named barrier; what was read from shared memory before stays before it, for the compiler too."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    number = gl.full([32 * gl.num_warps()], 0, gl.int32, layout) + number
+    gl.inline_asm_elementwise(_arrive(THREADS), "=r,r,~{memory}", [number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _block(
+    q, k_block, k_full, k_phase, k_number, v_block, v_full, v_phase, v_number, m, l, acc, scale, softcap, begin, end,
+    mma: gl.constexpr, N: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, HANDSHAKE: gl.constexpr,
+    MASKED: gl.constexpr, SCALE_FIRST: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """The states (m [warps, N], l [warps, 8, N], acc [warps, D, N]) with the keys of a block; l is not yet summed over its second axis.
+
+    m: running maximum of the logits in base 2, rounded up to a whole number; l: running sum of p = 2^(logit - m).
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    mbarrier.wait(k_full, k_phase)
+    s = mma_v2(load_k(k_block, mma, D, KEYS), q, gl.zeros([WARPS, KEYS, N], gl.float32, mma))
+    _give_back(k_number, HANDSHAKE)
+    factor = scale[None, :] + gl.zeros_like(m)
+    if HAS_SOFTCAP:
+        s = cap(s, factor[:, None, :], softcap)
+    elif SCALE_FIRST:
+        s = s * factor[:, None, :]
+    if MASKED:
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma)))
+        key = warp[:, None] * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
+        visible = (key >= begin) & (key < end)
+        s = gl.where(visible[:, :, None], s, float("-inf"))
+    largest = gl.max(s, 1)
+    if not (HAS_SOFTCAP or SCALE_FIRST):
+        largest = largest * factor
+    m_new = gl.maximum(m, gl.ceil(largest))
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: not exp2(-inf + inf)
+    if not (HAS_SOFTCAP or SCALE_FIRST):
+        p = gl.exp2(s * factor[:, None, :] - base[:, None, :])
+    else:
+        p = gl.exp2(s - base[:, None, :])
+    before = gl.exp2(m - base)
+    part = gl.sum(p.reshape([WARPS, KEYS // 8, 8, N]), 1)
+    l = l * gl.convert_layout(before, gl.SliceLayout(1, l.type.layout))[:, None, :] + gl.convert_layout(part, l.type.layout)
+    p = transpose(p.to(gl.float16), mma)
+    acc = acc * before[:, None, :]
+    mbarrier.wait(v_full, v_phase)
+    acc = mma_v2(load_v(v_block, begin, end, mma, D, KEYS, MASKED), p, acc)
+    _give_back(v_number, HANDSHAKE)
+    return m_new, l, acc
+
+
+@gluon.jit
+def _merge_warps(m, l, acc, scratch):
+    """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order."""
+    WARPS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    layouts: gl.constexpr = _row_layouts(N, D, WARPS)
+    half: gl.constexpr = layouts[0]
+    narrow: gl.constexpr = layouts[1]
+    whole: gl.constexpr = layouts[2]
+    rows: gl.constexpr = gl.SliceLayout(1, whole)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    ml = gl.join(m, l)
+    m, l = gl.split(gl.convert_layout(ml, _join_layout(narrow)))
+    m = gl.convert_layout(m, narrow, assert_trivial=True)
+    l = gl.convert_layout(l, narrow, assert_trivial=True)
+    m_new = gl.max(m, 0)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = gl.exp2(m - base[None, :])
+    l = gl.sum(l * factor, 0)
+    even, odd = gl.split(factor.reshape([WARPS, N // 2, 2]))
+    a, b = gl.split(acc.reshape([WARPS, D, N // 2, 2]))
+    a = _sum_warps(a, even, scratch, half)
+    b = _sum_warps(b, odd, scratch, half)
+    acc = gl.join(a, b).permute([0, 2, 1]).reshape([N, D])
+    acc = gl.convert_layout(acc, whole, assert_trivial=True)
+    return gl.convert_layout(m_new, rows), gl.convert_layout(l, rows), acc
+
+
+@gluon.constexpr_function
+def _join_layout(layout):
+    """[a, b, 2] whose last axis lies in a thread, from [a, b]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1]] + [[*x, 0] for x in layout.reg_bases], [[*x, 0] for x in layout.lane_bases], [[*x, 0] for x in layout.warp_bases], [],
+        [*layout.shape, 2],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _flat(layout):
+    """[a · b, c] from [a, b, c]."""
+
+    def flat(bases):
+        return [[x[0] * layout.shape[1] + x[1], x[2]] for x in bases]
+
+    return gl.DistributedLinearLayout(
+        flat(layout.reg_bases), flat(layout.lane_bases), flat(layout.warp_bases), [], [layout.shape[0] * layout.shape[1], layout.shape[2]]
+    )
+
+
+@gluon.jit
+def _sum_warps(acc, factor, scratch, half: gl.constexpr):
+    """Accumulators of half of the heads [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
+    WARPS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    acc = acc.reshape([WARPS, D // 16, 2, 8, N]).permute([0, 4, 3, 1, 2]).reshape([WARPS * N, D])
+    scratch.store(acc)
+    acc = scratch.load(_flat(half)).reshape([WARPS, N, D])
+    acc = gl.convert_layout(acc, half, assert_trivial=True)
+    factor = gl.convert_layout(factor, gl.SliceLayout(2, half), assert_trivial=True)
+    return gl.sum(acc * factor[:, :, None], 0)
+
+
+@gluon.jit
+def fp8_consumer(
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
+    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs, stride_ot, stride_oh, stride_lt, stride_lh,
+    q_shared, q_full, q_empty, ks, vs, scratch, segments,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEAVES: gl.constexpr, HANDSHAKE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    KEYS: gl.constexpr = BLOCK_N // WARPS  # of a block, for each warp
+    N: gl.constexpr = q_shared.shape[1]
+    DIM: gl.constexpr = q_shared.shape[2]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    sums: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    layouts: gl.constexpr = _row_layouts(N, DIM, WARPS)
+    whole: gl.constexpr = layouts[2]
+    rows: gl.constexpr = gl.SliceLayout(1, whole)
+    _zero_rows(
+        out_ptr, lse_ptr, cu_ptr, num_seqs, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, HEAD_DIM, DIM, HAS_LSE
+    )
+    row = gl.arange(0, N, rows)
+    i = 0
+    k = 0
+    blocks = 1
+    while blocks > 0:
+        at = wait_work(segments, k)
+        blocks = get_word(segments, at, 0)
+        first = get_word(segments, at, 1)
+        head = get_word(segments, at, 2)
+        length = get_word(segments, at, 4)
+        first_row = get_word(segments, at, 5)
+        query_len = get_word(segments, at, 6)
+        begin = get_word(segments, at, 7)
+        share = get_word(segments, at, 8)
+        leaf = get_word(segments, at, 9)
+        owner = get_word(segments, at, 10)
+        barrier()  # all warps have read
+        mbarrier.arrive(segments.empty.index(at), count=1)
+        if blocks > 0:
+            q_stage = k % Q_STAGES
+            mbarrier.wait(q_full.index(q_stage), (k // Q_STAGES) & 1)
+            q, power = load_q(q_shared.index(q_stage), mma)
+            barrier()
+            mbarrier.arrive(q_empty.index(q_stage), count=1)
+            is_cut = blocks < share
+            scale = power * qk_scale
+            if HAS_K_SCALE:
+                scale = scale * gl.load(k_scale_ptr + head * stride_ks)
+            unseen = 0  # keys before the window
+            if HAS_WINDOW:
+                unseen = gl.maximum(length - window, 0)
+            arrivals = owner * KV_HEADS + head
+            slot0 = arrivals.to(gl.int64) * (LEAVES * SLOT_ROWS)
+            m1 = gl.full([WARPS, N], float("-inf"), gl.float32, gl.SliceLayout(1, mma))  # state of the leaf, warp by warp
+            l1 = gl.zeros([WARPS, 8, N], gl.float32, sums)
+            acc1 = gl.zeros([WARPS, DIM, N], gl.float32, mma)
+            m3 = gl.full([N], float("-inf"), gl.float32, rows)  # of the row
+            l3 = gl.full([N], 0.0, gl.float32, rows)
+            acc3 = gl.zeros([N, DIM], gl.float32, whole)
+            for block in range(first, first + blocks):
+                start = block * BLOCK_N
+                k_stage = i % K_STAGES
+                k_block = ks.blocks.index(k_stage)
+                k_full = ks.full.index(k_stage)
+                k_phase = (i // K_STAGES) & 1
+                v_stage = i % V_STAGES
+                v_block = vs.blocks.index(v_stage)
+                v_full = vs.full.index(v_stage)
+                v_phase = (i // V_STAGES) & 1
+                if (length < start + BLOCK_N) | (unseen > start):
+                    m1, l1, acc1 = _block(
+                        q, k_block, k_full, k_phase, FIRST_BARRIER + k_stage, v_block, v_full, v_phase, FIRST_BARRIER + K_STAGES + v_stage,
+                        m1, l1, acc1, scale, softcap, unseen - start, length - start,
+                        mma, N, DIM, KEYS, HANDSHAKE, True, HAS_K_SCALE, HAS_SOFTCAP,
+                    )  # fmt: skip
+                else:
+                    m1, l1, acc1 = _block(
+                        q, k_block, k_full, k_phase, FIRST_BARRIER + k_stage, v_block, v_full, v_phase, FIRST_BARRIER + K_STAGES + v_stage,
+                        m1, l1, acc1, scale, softcap, unseen - start, length - start,
+                        mma, N, DIM, KEYS, HANDSHAKE, False, HAS_K_SCALE, HAS_SOFTCAP,
+                    )  # fmt: skip
+                i += 1
+                done = begin + block - first + 1
+                if ((done & (leaf - 1)) == 0) | (done == share):
+                    m2, l2, acc2 = _merge_warps(m1, l1, acc1, scratch)
+                    if is_cut:
+                        leave(part_ptr, state_ptr, slot0 + (done - 1) // leaf * SLOT_ROWS, m2, l2, acc2, row < GROUP)
+                    else:
+                        m3, l3, acc3 = merge(m3, l3, acc3, m2, l2, acc2)
+                    m1 = gl.full([WARPS, N], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
+                    l1 = gl.zeros([WARPS, 8, N], gl.float32, sums)
+                    acc1 = gl.zeros([WARPS, DIM, N], gl.float32, mma)
+            head_factor = v_factor
+            if HAS_V_SCALE:
+                head_factor = v_factor * gl.load(v_scale_ptr + head * stride_vs)
+            end_segment(
+                out_ptr, lse_ptr, sinks_ptr, part_ptr, state_ptr, arrivals_ptr, arrivals, slot0, is_cut, blocks, share, leaf, m3, l3, acc3,
+                first_row, query_len, length, head, head_factor, stride_ot, stride_oh, stride_lt, stride_lh,
+                SLOT_ROWS, DIM, GROUP, N, HEAD_DIM, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip
+        k += 1
+
+
+@gluon.jit
+def _zero_rows(
+    out_ptr, lse_ptr, cu_ptr, num_seqs, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh,
+    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Rows that belong to no sequence are zero, so that nothing uninitialised reaches the next op."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
+    HEADS_UP: gl.constexpr = 256 // DIM * gl.num_warps()  # heads at once
+    offs_h = gl.arange(0, HEADS_UP, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    token = gl.load(cu_ptr + num_seqs) + gl.program_id(0)
+    while token < num_tokens:
+        for first in range(0, HEADS, HEADS_UP):
+            h = first + offs_h
+            at = token.to(gl.int64) * stride_ot + h * stride_oh
+            mask = (h < HEADS)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            gl.store(out_ptr + at[:, None] + offs_d[None, :], gl.zeros([HEADS_UP, DIM], out_ptr.dtype.element_ty, layout), mask=mask)
+            if HAS_LSE:
+                lse = gl.full([HEADS_UP], float("-inf"), gl.float32, h.type.layout)
+                gl.store(lse_ptr + token.to(gl.int64) * stride_lt + h * stride_lh, lse, mask=h < HEADS)
+        token += gl.num_programs(0)

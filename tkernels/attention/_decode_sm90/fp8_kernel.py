@@ -1,0 +1,89 @@
+"""The Gluon kernel of decode_fp8_sm90.py: kernel.py's roles and handshakes, for sequences of one query token over an e4m3 cache.
+
+Its consumer (fp8_consumer.py) multiplies on the older tensor cores, from registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tkernels.attention._decode_sm90.fp8_consumer import fp8_consumer
+from tkernels.attention._decode_sm90.loader import loader
+from tkernels.attention._decode_sm90.scheduler import scheduler
+from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, depart, enter
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
+def decode_fp8_sm90_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    part_ptr, state_ptr, arrivals_ptr,
+    num_seqs, num_tokens, capacity, window, qk_scale, softcap, v_factor, stride_ks, stride_vs,
+    stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
+    DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, SLOT_ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As decode_sm90_kernel, with boxes of [1, COLUMNS, DIM] for q and SLOT_ROWS rows a slot, GROUP rounded up to a power of two. Also
+    writes zeros into the rows of no sequence. DTYPE: q's."""
+    enter(PDL)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], gl.float8e4nv)
+    k_blocks = gl.allocate_shared_memory(gl.float8e4nv, [K_STAGES, BLOCK_N, DIM], layout)
+    v_blocks = gl.allocate_shared_memory(gl.float8e4nv, [V_STAGES, BLOCK_N, DIM], layout)
+    # half of the consumer's accumulators, whose warps are summed where a leaf ends; swizzled, so that neither side has conflicts
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() * COLUMNS // 2, DIM], swizzled)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=1)
+    for stage in gl.static_range(WORK_STAGES):
+        mbarrier.init(segment_full.index(stage), count=1)
+        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
+    for stage in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+    fence_async_shared()
+    segments = Work(words, segment_full, segment_empty)
+    ks = Stages(k_blocks, k_full)
+    vs = Stages(v_blocks, v_full)
+    HANDSHAKE: gl.constexpr = 32 * gl.num_warps() + 32  # the consumer and a loader
+    gl.warp_specialize(
+        [
+            (
+                fp8_consumer,
+                (
+                    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
+                    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
+                    stride_ot, stride_oh, stride_lt, stride_lh, q_shared, q_full, q_empty, ks, vs, scratch, segments,
+                    KV_HEADS, GROUP, SLOT_ROWS, HEAD_DIM, BLOCK_N, K_STAGES, V_STAGES, LEAVES, HANDSHAKE,
+                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
+                ),
+            ),
+            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, HANDSHAKE, V_STAGES, DIM, PAGE, BLOCK_N)),
+            (
+                scheduler,
+                (
+                    q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
+                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, 1, 1, HAS_WINDOW,
+                ),
+            ),
+        ],
+        [1, 1, 1],
+        [64, 64, 64],  # registers a thread; the consumer takes what it needs
+    )  # fmt: skip
+    depart(PDL)

@@ -1,0 +1,116 @@
+"""Decode of one query token over an e4m3 cache on Hopper, by the Gluon kernel of _decode_sm90/fp8_kernel.py.
+
+In plain Triton such a cache takes two thirds of the time of a 16-bit one, not half: bytes pass through shared memory once more on their way
+to the tensor cores. Here they are read into the registers where the products want them (_decode_sm90/fp8_consumer.py).
+
+The tree of a sequence is that of decode_sm90.py, with a level below: each warp of a program folds its own keys of the blocks of a leaf, and
+the warps are summed where the leaf ends. It depends on the sequence's length (and window) alone. Rows of no sequence are zeroed here.
+
+Workspace: as in decode_sm90.py. With heads of 128 and 132 multiprocessors 8 MiB for 64 heads on 8 KV heads, and at most 66, for 16 on one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tkernels import _dependent
+from tkernels._counters import counters
+from tkernels._target import target_of
+from tkernels._triton import next_power_of_2
+from tkernels.attention import _sm90
+from tkernels.attention._common import FP8, LOG2_E
+from tkernels.attention._inputs import Inputs
+
+_GROUP = 16  # heads of a group at most: columns of two products
+_DIMS = (33, 128)
+_LEAVES = 64  # of a sequence at most
+
+
+class Layout(NamedTuple):
+    """How a multiprocessor is shared out."""
+
+    block_n: int  # keys of a block
+    warps: int  # of a consumer, which share a block's keys
+    k_stages: int  # resident blocks
+    v_stages: int
+    programs_per_sm: int
+
+    @property
+    def maxnreg(self) -> int | None:
+        """Registers a thread, so that the programs fit: of the consumer and of four warps for the loaders and the scheduler."""
+        return 65536 // (32 * (self.warps + 4) * self.programs_per_sm) // 8 * 8 if self.programs_per_sm > 1 else None
+
+
+def layout_of(dim: int) -> Layout:
+    """dim: 64 or 128. Part of the arithmetic (block_n, warps), so of nothing that a batch changes. Measured on an H200 for 128."""
+    return Layout(128, 4, 4, 4, 2 if dim == 64 else 1)
+
+
+def refusal(x: Inputs, arch: str) -> str | None:
+    """Why decode.py computes the sequences of one token of this call, or None where the Gluon kernel does.
+
+    Depends on the device, the model's shape, strides, alignment and features alone, never on lengths, the bucket of query lengths or the
+    batch, so that a sequence gets the same bits in every batch. arch: as in tkernels._target.
+    """
+    problem = _sm90.refusal("decode", x, arch, _DIMS, cache=FP8)
+    if problem is None and x.heads > _GROUP * x.kv_heads:
+        return f"{x.heads} heads on {x.kv_heads} KV heads: expected at most {_GROUP} for each"
+    return problem
+
+
+def constants(x: Inputs, has_lse: bool, num_sms: int, layout: Layout | None = None) -> dict[str, Any]:
+    """The kernel's constexpr arguments."""
+    dim = next_power_of_2(x.dim)
+    group = x.heads // x.kv_heads
+    columns = max(8, next_power_of_2(group))
+    layout = layout or layout_of(dim)
+    programs = max(1, num_sms * layout.programs_per_sm // x.kv_heads)
+    return dict(
+        DTYPE=_sm90.element(x.q.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns, SLOT_ROWS=next_power_of_2(group),
+        HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
+        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, next_power_of_2(programs))), BY_RANGE=x.num_seqs > programs,
+        HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
+        HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,
+    )  # fmt: skip
+
+
+def boxes(dtype: torch.dtype, constant: dict[str, Any]) -> dict[str, tuple[list[int], Any]]:
+    """Descriptor → (shape of what one TMA copies, its layout in shared memory). dtype: of q."""
+    keys = _sm90.box(FP8, (1, min(constant["PAGE"], constant["BLOCK_N"]), 1, constant["DIM"]))
+    return {"q_desc": _sm90.box(dtype, (1, constant["COLUMNS"], constant["DIM"])), "k_desc": keys, "v_desc": keys}
+
+
+def decode_fp8_sm90(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE, layout: Layout | None = None
+) -> list[torch.Tensor]:
+    """Write the rows of every sequence with one query token, and zeros into the rows of no sequence.
+
+    For calls of at least one sequence that ``refusal`` does not refuse. place: among the launches of a set, as in _dependent.py. layout:
+    another one than ``layout_of``'s. Returns the temporaries.
+    """
+    from tkernels.attention._decode_sm90.fp8_kernel import decode_fp8_sm90_kernel
+
+    x = inputs
+    target = target_of(out.device)
+    constant = constants(x, lse is not None, target.num_sms, layout)
+    layout = layout or layout_of(constant["DIM"])
+    programs = constant["PROGRAMS"]
+    owners = min(x.num_seqs, programs)
+    grid = min(target.num_sms * layout.programs_per_sm, programs * x.kv_heads)
+    rows = owners * x.kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"]
+    parts = torch.empty((rows, constant["DIM"]), dtype=torch.float32, device=out.device)
+    states = torch.empty((rows, 2), dtype=torch.float32, device=out.device)
+    stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
+    box = boxes(x.q.dtype, constant)
+    _dependent.launch(
+        decode_fp8_sm90_kernel, (grid,), out.device,
+        _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
+        out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale, parts, states,
+        counters(owners * x.kv_heads, out.device),
+        x.num_seqs, x.q.shape[0], x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
+        x.k_scale_stride, x.v_scale_stride, x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
+        **constant, num_warps=layout.warps, maxnreg=layout.maxnreg, place=place,
+    )  # fmt: skip
+    return [parts, states]
