@@ -17,10 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tkernels._gluon import wait_for_previous
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS, wait_for_previous
+from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES, ROWS
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 

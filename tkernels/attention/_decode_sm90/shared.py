@@ -15,8 +15,6 @@ FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a role; its name since triton 3.7, and before
-
 
 class Ranges(NamedTuple):
     """Equal, contiguous ranges of the blocks of a KV head; the first ``larger`` ones have one block more."""
@@ -24,17 +22,6 @@ class Ranges(NamedTuple):
     total: gl.tensor
     quota: gl.tensor
     larger: gl.tensor
-
-
-@gluon.jit
-def wait_for_previous(PDL: gl.constexpr):
-    """``wait`` of tkernels/_dependent.py."""
-    if PDL:
-        threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r",
-            [gl.full([32 * gl.num_warps()], 0, gl.int32, threads)], gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
