@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import ceil
 
 from tkernels._linear_kernels import Tile
+from tkernels._linear_tma import CHUNK, shared_bytes
 from tkernels._triton import cdiv
 
 _SHARED = 227 << 10  # bytes of a multiprocessor (Hopper); a device with less refuses what does not fit
@@ -37,6 +38,12 @@ _SPLIT = (  # with few inputs for each part, stages enough to ask for all of the
 
 _DIRECT = ((16, 256, 8), (16, 256, 4), (16, 128, 8), (16, 128, 4), (32, 128, 8), (32, 128, 4))  # block_n, block_k, slices and warps
 
+_TMA = (  # block_n, block_k (a stage), slices, num_warps, num_stages
+    (16, 512, 8, 4, 4), (16, 512, 8, 8, 4), (16, 512, 8, 8, 6), (16, 512, 8, 8, 8), (16, 1024, 16, 8, 2), (16, 1024, 16, 8, 3),
+    (16, 2048, 16, 8, 1), (16, 256, 4, 4, 8), (32, 512, 8, 8, 4), (32, 256, 4, 8, 3), (64, 128, 2, 8, 2), (64, 128, 2, 8, 3),
+    (64, 128, 2, 8, 4), (64, 128, 2, 4, 3), (64, 256, 4, 8, 2), (64, 64, 1, 4, 6), (64, 64, 1, 4, 8), (64, 128, 1, 4, 3),
+)  # fmt: skip
+
 
 def _shared(tile: Tile, weights: int, block_m: int) -> int:
     """Bytes of shared memory that a program of a pipelined matrix tile takes for what is on its way."""
@@ -60,6 +67,18 @@ def _holds(tile: Tile, weights: int, block_m: int, k: int) -> bool:
     return _shared(tile, weights, block_m) <= room and weights * block_m * tile.slices <= 16384
 
 
+def _tma_tiles(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterator[Tile]:
+    """Tiles that fit, with programs for most multiprocessors and at most two for each, as the next kernel's come beside them."""
+    factor = 2 if "gated" in variant else 1
+    for sizes in _TMA:
+        tile = Tile("tma", *sizes)
+        programs, block_m = cdiv(n // factor, tile.block_n), tile.block_m(rows)
+        sums = tile.block_n * factor * block_m * tile.slices // (32 * tile.num_warps)  # registers of a thread
+        fits = shared_bytes(tile, rows, k, factor == 2) <= _SHARED - (2 << 10) and sums <= 64 and tile.block_k <= 2 * k
+        if fits and ceil(_BUSY * num_sms) <= programs <= 2 * num_sms:
+            yield tile
+
+
 def _resident(tile: Tile, weights: int, block_m: int, k: int) -> int:
     """Programs of a matrix tile that a multiprocessor holds."""
     if tile.num_stages == 1:
@@ -67,8 +86,11 @@ def _resident(tile: Tile, weights: int, block_m: int, k: int) -> int:
     return max(1, min(_SHARED // (_shared(tile, weights, block_m) + 1024), 64 // tile.num_warps))
 
 
-def candidates(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterator[Tile]:
-    """The tiles worth trying for a variant at a row class; n: rows of the weight, k: inputs, num_sms: multiprocessors."""
+def candidates(variant: str, rows: int, n: int, k: int, num_sms: int, tma: bool = False) -> Iterator[Tile]:
+    """The tiles worth trying for a variant at a row class; n: rows of the weight, k: inputs, num_sms: multiprocessors; tma: also of that
+    kind, which takes no rotation."""
+    if tma and "rope" not in variant and k % CHUNK == 0:
+        yield from _tma_tiles(variant, rows, n, k, num_sms)
     factor = 2 if "gated" in variant else 1
     outputs, small = n // factor, n * k * 2 < _LAUNCH_BYTES
     if rows <= 4:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tkernels import _dependent
+from tkernels import _dependent, _linear_tma
 from tkernels._counters import counters
 from tkernels._dependent import prefetch_rows, wait
 from tkernels._linear_sums import (
@@ -32,11 +32,13 @@ ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)  # a call with 5 rows uses the entry of 8
 
 @dataclass(frozen=True)
 class Tile:
-    """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows.
+    """One way to launch. kind "vector": products on the CUDA cores, for 1 to 4 rows; "matrix": tensor cores, 1 to 64 rows; "tma": tensor
+    cores, with the weights on their way before x is there (Hopper, ``_linear_tma``).
 
     block_n: outputs a program; block_k: inputs a step; slices: parts of K that a program's warps sum apart; splits: parts of K
     that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate). num_stages: of the pipeline
     through shared memory; 1 with "matrix" goes past it ("direct"), with a slice for each warp and block_k a multiple of 32.
+    "tma": block_k inputs a stage, of all slices together, a multiple of 64 · slices; one slice is wgmma, with 16 · num_warps outputs.
     """
 
     kind: str
@@ -50,11 +52,11 @@ class Tile:
     def block_m(self, rows: int) -> int:
         """Rows that a program computes for a call of 1 to 64."""
         size = row_class(rows)
-        return size if self.kind == "vector" else max(8 if self.num_stages == 1 else 16, size)
+        return size if self.kind == "vector" else max(8 if self.num_stages == 1 or self.kind == "tma" else 16, size)
 
     def steps(self, k: int) -> int:
         """Steps over K that are unrolled; 0: a loop."""
-        if self.kind == "vector" or self.num_stages > 1:
+        if self.kind != "matrix" or self.num_stages > 1:
             return 0
         assert self.slices == self.num_warps > 1 and self.block_k % 32 == 0, "a table gives each warp a slice, and runs of 32 inputs"
         return cdiv(k, self.splits * self.slices * self.block_k)
@@ -217,8 +219,11 @@ def launch(
 ) -> None:
     """Run one tile. x [rows, k], weight [n or 2 n, k], residual [rows, n], last strides 1, y [rows, n] contiguous; unchecked.
 
-    An int64 y [n / block_n, rows] takes the key of each program's largest output instead of the outputs.
+    An int64 y [n / block_n, rows] takes the key of each program's largest output instead of the outputs; not with a "tma" tile.
     """
+    if tile.kind == "tma":
+        _linear_tma.launch(x, weight, bias, norm_weight, residual, gated, eps, y, tile)
+        return
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     block_m = tile.block_m(rows)

@@ -173,7 +173,7 @@ def _kernel_of(job: Job) -> tuple[Any, ...]:
     variant, rows, n, k, tile = job
     if tile is None:
         return job
-    if tile.kind == "vector":
+    if tile.kind != "matrix":
         return variant, rows, n % 256, k, tile
     return variant, tile.block_m(rows), n % 256, k % 16, tile.even(tile.block_n, k), tile.steps(k), tile
 

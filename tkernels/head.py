@@ -59,6 +59,7 @@ def _linear_argmax(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Ten
     tile = None
     if 0 < rows <= MAX_ROWS and streamable(x, weight):
         tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "plain", norm_weight is not None, rows, n, k)
+        tile = None if tile is not None and tile.kind == "tma" else tile  # it keeps no largest output
         if norm_weight is not None and tile is not None and norm_apart:
             x, norm_weight = normalise(x, norm_weight, eps), None
     if tile is None:

@@ -4,7 +4,7 @@
 
 norm is an RMSNorm or nothing, act is silu(gate) · up over the two halves of the outputs or nothing. With 1 to 64 rows a
 projection is bound by reading its weights, and between two of them the launches of norms and activations cost more than their
-work. Two kernels stream weights, for the CUDA cores or for tensor cores, the latter through shared memory or past it. Which one, with
+work. Three kernels stream weights: for the CUDA cores, for tensor cores through shared memory or past it, and on Hopper by TMA. Which, with
 which tile, or cuBLAS after all, is read from a table measured on the device (``tables/linear_<arch>.json``, made by
 ``python -m tkernels tune``). What the table does not hold is composed from cuBLAS and the single ops, so the answer never depends on a
 guess.
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tkernels import _checks, _repeats
+from tkernels import _checks, _linear_tma, _repeats
 from tkernels._linear_kernels import Tile, launch, row_class
 from tkernels._op import define
 from tkernels._target import Target, target_of
@@ -62,16 +62,19 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     """The tile for a call, or None: a function of the device, the dtype and the shape only.
 
     variant: "plain", "residual" (added at the end), "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope". With a residual
-    or a rotation the tile is that of what is without it, where it was not measured itself. n: rows of the weight.
+    or a rotation the tile is that of what is without it, where it was not measured itself; a "tma" tile has no rotation. n: rows of the
+    weight.
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    table, shape = table_of(target.arch), (row_class(rows), n, k)
-    if ("rope" in variant or variant == "residual") and (variant, *shape) not in table:
+    table, shape, rope = table_of(target.arch), (row_class(rows), n, k), "rope" in variant
+    if (rope or variant == "residual") and (variant, *shape) not in table:
         variant = "norm" if "norm" in variant else "plain"
     tile = table.get((variant, *shape))
-    if tile is not None and tile.kind == "matrix" and dtype == torch.float16 and "norm" in variant:
+    if tile is not None and tile.kind != "vector" and dtype == torch.float16 and "norm" in variant:
         return None  # it rounds x · norm_weight before it knows x's scale, and fp16 would overflow where an activation is large
+    if tile is not None and tile.kind == "tma" and (rope or _linear_tma.absence(target.arch)):
+        return None
     return tile
 
 
@@ -142,7 +145,7 @@ def streamed(
         return None
     variant = "gated" if gated else "plain" if residual is None else "residual"
     tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, variant, norm_weight is not None, rows, n, k)
-    if tile is None:
+    if tile is None or (tile.kind == "tma" and _linear_tma.refusal(weight)):
         return None
     if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None

@@ -19,6 +19,7 @@ import torch
 from tkernels import _repeats
 from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile
+from tkernels._linear_tma import absence
 from tkernels._target import Target, target_of
 from tkernels._tune_case import HEAD_DIM, Case, Job, compile_ahead, error, time_us
 from tkernels.linear import table_of
@@ -36,15 +37,16 @@ VARIANTS = {
 _MARGIN = 0.99  # a tile must beat the composition by more than the noise of the timing
 
 
-def _jobs(shapes: list[Shape], rows: Sequence[int], num_sms: int) -> list[Job]:
+def _jobs(shapes: list[Shape], rows: Sequence[int], target: Target) -> list[Job]:
     """What is measured, in order: variant, rows, n, k and a tile, or None for the composition."""
+    tma = absence(target.arch) is None
     return [
         (variant, size, n, k, tile)
         for n, k, place in shapes
         for variant in VARIANTS[place]
         if "rope" not in variant or (n % HEAD_DIM == 0 and n >= 3 * HEAD_DIM)  # else there are no heads of that width
         for size in rows
-        for tile in (*candidates(variant, size, n, k, num_sms), None)
+        for tile in (*candidates(variant, size, n, k, target.num_sms, tma), None)
     ]
 
 
@@ -125,7 +127,7 @@ def tune(
         raise ValueError(f"rows: expected some of {ROW_CLASSES}, got {list(rows)}")
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_of(device)
-    jobs = _jobs(shapes, rows, target.num_sms)
+    jobs = _jobs(shapes, rows, target)
     path = out or _table_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     compiled, refused = compile_ahead(jobs, dtype, device)

@@ -100,7 +100,7 @@ def test_the_table_is_written_after_every_entry_and_used_at_once(
 def test_a_rotation_with_every_tile_of_a_tiny_shape(device: torch.device, tmp_path: Path) -> None:
     """As on a GPU but for the graphs and for the compilation: all that it tries runs and is right."""
     said: list[str] = []
-    jobs = tune._jobs([(192, 64, "rope")], [1, 16], 4)
+    jobs = tune._jobs([(192, 64, "rope")], [1, 16], Target("sm_test", 4, True))
     tune._fill(jobs, torch.bfloat16, device, Target("sm_test", 4, True), tmp_path / "table.json", {}, said.append)
     table_of("sm_test").clear()
     assert len(said) == 4 and all(line.endswith(", 0 refused") for line in said), said

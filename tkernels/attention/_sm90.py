@@ -1,4 +1,4 @@
-"""What the launchers of the Gluon kernels share: whether one can run here, which calls it takes, and descriptors for TMA."""
+"""What the launchers of the Gluon kernels share: whether one can run here, which calls it takes, and boxes for TMA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tkernels import _repeats
+from tkernels._tma import descriptor as descriptor
+from tkernels._tma import tma_problem as tma_problem
 from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
 from tkernels.attention._inputs import MAX_SEQS, Inputs
 
@@ -68,18 +70,6 @@ def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int], cache: tor
     return None
 
 
-def tma_problem(tensor: torch.Tensor) -> str | None:
-    """Why no TMA descriptor can describe ``tensor``."""
-    if tensor.numel() == 0:
-        return "empty"
-    if tensor.data_ptr() % 16:
-        return "its address is no multiple of 16 bytes"
-    for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-        if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
-            return f"strides {list(tensor.stride())}: expected multiples of 16 bytes"
-    return None
-
-
 @functools.cache
 def box(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
     """(shape of what one TMA copies, its last dimension rounded up to a power of two; its layout in shared memory)."""
@@ -93,12 +83,3 @@ def element(dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
-
-
-def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
-    """Of ``tensor`` in boxes of ``shape``."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], shape, layout)

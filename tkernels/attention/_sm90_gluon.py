@@ -114,31 +114,3 @@ def cap(s, scale, softcap):
     """softcap · tanh(x / softcap) = 2 · softcap / (1 + e^(-2 x / softcap)) - softcap of x = s · scale, right at both ends."""
     t = gl.exp2(s * (scale * (-2.0 * 1.4426950408889634) / softcap))
     return _reciprocal(1.0 + t) * (2.0 * softcap) - softcap
-
-
-@gluon.constexpr_function
-def _instruction(name):
-    return f"griddepcontrol.{name}; mov.u32 $0, $1;"
-
-
-@gluon.jit
-def _control(NAME: gl.constexpr):
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    zeros = gl.full([32 * gl.num_warps()], 0, gl.int32, threads)
-    gl.inline_asm_elementwise(_instruction(NAME), "=r,r", [zeros], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def enter(PDL: gl.constexpr):
-    """``wait`` of tkernels/_dependent.py."""
-    if PDL == 1:
-        _control("wait")
-    if PDL > 0:
-        _control("launch_dependents")
-
-
-@gluon.jit
-def depart(PDL: gl.constexpr):
-    """``depart`` of tkernels/_dependent.py."""
-    if PDL == 2:
-        _control("wait")

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._decode_sm90.shared import FOLD_ROWS, HANDSHAKE, Q_STAGES, ROWS, barrier
+from tkernels._gluon import barrier
+from tkernels.attention._decode_sm90.shared import FOLD_ROWS, HANDSHAKE, Q_STAGES, ROWS
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, meet, wait_work
 
 

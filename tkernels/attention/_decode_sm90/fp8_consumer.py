@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tkernels._gluon import barrier
 from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
 from tkernels.attention._decode_sm90.fp8_operands import bits, load_k, load_q, load_v, transpose
-from tkernels.attention._decode_sm90.shared import Q_STAGES, barrier
+from tkernels.attention._decode_sm90.shared import Q_STAGES
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, wait_work
 
 

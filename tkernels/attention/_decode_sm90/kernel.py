@@ -17,11 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tkernels._gluon import depart, enter
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
 from tkernels.attention._decode_sm90.shared import FIELDS, HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work, depart, enter
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])

@@ -16,8 +16,6 @@ FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a role; its name since triton 3.7, and before
-
 
 class Ranges(NamedTuple):
     """Equal, contiguous ranges of the blocks of a KV head; the first ``larger`` ones have one block more."""

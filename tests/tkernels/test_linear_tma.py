@@ -1,0 +1,254 @@
+"""Linear layers whose weights come by TMA. On the CPU: which calls take such a tile. On a GPU: against fp64, bits, its handshakes."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import _dependent, _linear_tma
+from tkernels._candidates import candidates
+from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
+from tkernels._linear_tma import absence, refusal, shared_bytes
+from tkernels._target import Target
+from tkernels.linear import choose, linear_ref, table_of
+
+LINEAR = importlib.import_module("tkernels.linear")  # the package has a function of that name
+HOPPER = Target("sm_90", 132, True)
+TILE = Tile("tma", 16, 256, 4, 4, 2)
+EPS = 1e-5
+
+
+@pytest.fixture
+def gluon_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are taken or refused as on Hopper."""
+    monkeypatch.setattr(_linear_tma, "_gluon_problem", lambda: None)
+
+
+@pytest.fixture
+def in_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant in ("plain", "norm", "gated"):
+        monkeypatch.setitem(table_of("sm_90"), (variant, 8, 96, 128), TILE)
+
+
+# ---- which calls
+
+
+def test_only_where_gluon_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_linear_tma, "_gluon_problem", lambda: None)
+    assert absence("sm_90") is None
+    assert [absence(arch) for arch in ("sm_80", "sm_100", "gfx942")] == [
+        f"architecture {arch}: the kernel is for sm_90" for arch in ("sm_80", "sm_100", "gfx942")
+    ]
+    monkeypatch.undo()
+    if _linear_tma.INTERPRETED:
+        assert absence("sm_90") == "Triton's interpreter has no Gluon"
+
+
+def test_weights_that_no_descriptor_describes_are_refused() -> None:
+    wide = torch.zeros(32, 136, dtype=torch.bfloat16)
+    assert refusal(wide[:, :128]) is None and refusal(wide[:1, :128]) is None
+    assert "100 inputs: expected a multiple of 64" in (refusal(wide[:, :100]) or "")
+    assert "address" in (refusal(wide[:, 1:129]) or "")
+    assert "strides [132, 1]" in (refusal(torch.zeros(32, 132, dtype=torch.bfloat16)[:, :128]) or "")
+
+
+@pytest.mark.usefixtures("gluon_compiles", "in_table")
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (8, 96, 128)
+    assert [choose(HOPPER, torch.bfloat16, variant, *shape) for variant in ("plain", "norm", "gated", "residual")] == [TILE] * 4
+    assert choose(HOPPER, torch.bfloat16, "rope", *shape) is None and choose(HOPPER, torch.bfloat16, "norm+rope", *shape) is None
+    assert choose(HOPPER, torch.float16, "plain", *shape) == TILE
+    assert choose(HOPPER, torch.float16, "norm", *shape) is None, "x · norm_weight is rounded before it is scaled"
+    assert choose(HOPPER, torch.float32, "plain", *shape) is None
+    monkeypatch.setattr(_linear_tma, "_gluon_problem", lambda: "no Gluon")
+    assert choose(HOPPER, torch.bfloat16, "plain", *shape) is None, "then the composition, as without an entry"
+
+
+@pytest.mark.usefixtures("gluon_compiles", "in_table")
+def test_a_weight_that_is_refused_is_composed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(LINEAR, "target_of", lambda device: HOPPER)
+    monkeypatch.setattr(_linear_tma, "launch", lambda *args: launched.append(args[-1]))
+    x, weight = torch.zeros(8, 128, device=device).bfloat16(), torch.zeros(96, 128, device=device).bfloat16()
+    assert LINEAR.streamed(x, weight) is not None and launched == [TILE]
+    odd = torch.zeros(96, 132, device=device).bfloat16()[:, :128]
+    assert LINEAR.streamed(x, odd) is None and len(launched) == 1
+    assert not tkernels.linear(x, odd).any() and len(launched) == 1
+
+
+@pytest.mark.usefixtures("gluon_compiles", "in_table")
+def test_the_greedy_head_and_the_rotation_take_no_such_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one needs the largest of a program's outputs, the other partners in one program."""
+    for module in ("head", "qkv"):
+        monkeypatch.setattr(importlib.import_module(f"tkernels.{module}"), "target_of", lambda device: HOPPER)
+        monkeypatch.setattr(importlib.import_module(f"tkernels.{module}"), "launch", lambda *args: pytest.fail("launched"))
+    x, weight = torch.randn(8, 128, device=device).bfloat16(), torch.randn(96, 128, device=device).bfloat16()
+    assert tkernels.linear_argmax(x, weight).tolist() == linear_ref(x, weight).argmax(-1).tolist()
+    cache, index = torch.zeros(1, 8, 1, 32, device=device).bfloat16(), torch.arange(8, device=device)
+    table = torch.randn(8, 32, device=device)
+    q = tkernels.linear_rope_and_cache(x, weight, None, None, index, table, cache, cache.clone(), index)
+    assert q.shape == (8, 1, 32) and q.any()
+
+
+def test_what_is_tried_fits_and_leaves_room_for_two_programs_a_multiprocessor_at_most() -> None:
+    for variant, n, k in (("norm", 3072, 2048), ("residual", 2048, 2048), ("norm+gated", 16384, 2048), ("plain", 4096, 14336)):
+        for rows in ROW_CLASSES:
+            tiles = [tile for tile in candidates(variant, rows, n, k, 132, tma=True) if tile.kind == "tma"]
+            gated = "gated" in variant
+            assert tiles and len(set(tiles)) == len(tiles)
+            for tile in tiles:
+                assert 0.7 * 132 <= (n // 2 if gated else n) / tile.block_n <= 264
+                assert shared_bytes(tile, rows, k, gated) <= 225 << 10
+                assert tile.block_k % (64 * tile.slices) == 0
+                assert (
+                    tile.block_n == 16 * tile.num_warps
+                    if tile.slices == 1
+                    else tile.block_n * min(tile.slices, tile.num_warps) >= 16 * tile.num_warps
+                )
+    kinds = lambda *args, **more: {tile.kind for tile in candidates(*args, 132, **more)}
+    assert "tma" not in kinds("norm", 1, 3072, 2048) | kinds("rope", 1, 3072, 2048, tma=True) | kinds("plain", 1, 3072, 2040, tma=True)
+    assert "tma" not in kinds("plain", 1, 128256, 2048, tma=True), "the LM head is read at memory speed as it is, and by linear_argmax"
+
+
+# ---- on a GPU
+
+TILES = [  # both kinds of product; rings of fewer stages than steps, of as many, of one; one and several rounds of a stage
+    Tile("tma", 16, 256, 4, 4, 2), Tile("tma", 16, 512, 8, 4, 4), Tile("tma", 16, 1024, 16, 8, 1), Tile("tma", 32, 256, 4, 8, 3),
+    Tile("tma", 64, 128, 2, 8, 3), Tile("tma", 64, 64, 1, 4, 1), Tile("tma", 64, 128, 1, 4, 3),
+]  # fmt: skip
+SHAPES = [(1, 64, 64), (1, 100, 1088), (2, 1, 128), (5, 37, 576), (8, 130, 2048), (17, 70, 192), (33, 96, 320), (64, 48, 1152)]
+FUSED = [
+    (1, "norm bias"),
+    (1, "norm gated residual"),
+    (3, "norm wide residual"),
+    (8, "norm gated bias"),
+    (16, "gated"),
+    (64, "norm residual"),
+    (64, "norm gated"),
+]
+gpu = pytest.mark.gpu
+
+
+def _some(cases: list[Any], k: Any) -> list[Any]:
+    """Three of the tiles for each case, since each is a compilation, and each tile for several; none that takes too much memory."""
+    pairs = [(TILES[(i + step) % len(TILES)], *case) for i, case in enumerate(cases) for step in (0, 2, 5)]
+    return [pair for pair in pairs if shared_bytes(pair[0], pair[1], k(pair), "gated" in str(pair[-1])) <= 225 << 10]
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """A wrong handshake hangs a GPU: after two minutes the process ends."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _case(rows: int, n: int, k: int, fused: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Strided, with NaN between what is to be read."""
+    gated = "gated" in fused
+
+    def within(rows: int, columns: int, more: int) -> torch.Tensor:
+        return torch.full((rows, columns + more), float("nan"), device=device, dtype=dtype)[:, :columns].copy_(
+            torch.randn(rows, columns, device=device)
+        )
+
+    weight = within(2 * n if gated else n, k, 64)
+    return {
+        "x": within(rows, k, 3), "weight": weight.mul_(k**-0.5),
+        "bias": torch.randn(len(weight), device=device).to(dtype) if "bias" in fused else None,
+        "norm_weight": torch.rand(k, device=device).add_(0.5).to(torch.float32 if "wide" in fused else dtype) if "norm" in fused else None,
+        "residual": within(rows, n, 8) if "residual" in fused else None, "gated": gated,
+    }  # fmt: skip
+
+
+def _run(case: dict[str, Any], tile: Tile) -> torch.Tensor:
+    n = case["weight"].shape[0] // (2 if case["gated"] else 1)
+    y = torch.full((len(case["x"]), n), float("nan"), device=case["x"].device, dtype=case["x"].dtype)
+    launch(*(case[name] for name in ("x", "weight", "bias", "norm_weight", "residual", "gated")), EPS, y, tile)
+    return y
+
+
+def _verify(case: dict[str, Any], tile: Tile) -> None:
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in case.items()}
+    exact, low = linear_ref(**wide, eps=EPS), linear_ref(**case, eps=EPS)
+    y = _run(case, tile)
+    assert (y.double() - exact).abs().max() <= 2 * (low.double() - exact).abs().max() + 1e-5
+    assert all(torch.equal(_run(case, tile), y) for _ in range(3))
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize(("tile", "rows", "n", "k"), _some(SHAPES, lambda pair: pair[-1]), ids=str)
+def test_tiles_match_fp64(device: torch.device, tile: Tile, rows: int, n: int, k: int) -> None:
+    _verify(_case(rows, n, k, "bias" if n % 2 else "", torch.bfloat16, device), tile)
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize(("tile", "rows", "fused"), _some(FUSED, lambda pair: 1088), ids=str)
+def test_fusions_match_fp64(device: torch.device, tile: Tile, rows: int, fused: str) -> None:
+    _verify(_case(rows, 72, 1088, fused, torch.bfloat16, device), tile)
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+def test_fp16(device: torch.device) -> None:
+    for tile in (TILES[0], TILES[-1]):
+        _verify(_case(8, 72, 1088, "gated bias", torch.float16, device), tile)
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) -> None:
+    """A chain in which each kernel reads what the one before has written, replayed many times."""
+    k, tiles = 2048, (Tile("tma", 16, 256, 4, 4, 4), Tile("tma", 64, 128, 1, 4, 2), Tile("tma", 32, 256, 4, 8, 3))
+    weights = [torch.randn(k, k, device=device).bfloat16() * k**-0.5 for _ in range(12)]
+    norm = torch.rand(k, device=device).bfloat16() + 0.5
+    x = torch.randn(rows, k, device=device).bfloat16()
+
+    def chain() -> torch.Tensor:
+        h = x
+        for i, weight in enumerate(weights):
+            y = torch.empty_like(h)
+            launch(h, weight, None, norm, h, False, EPS, y, tiles[i % len(tiles)])
+            h = y
+        return h
+
+    expected, before = chain(), _dependent.enabled()
+    _dependent.enable(True)
+    try:
+        chain()  # loads what the capture needs
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain()
+    finally:
+        _dependent.enable(before)
+    for _ in range(50):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+def test_the_op_repeats_on_other_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third call on without Triton's launcher, with a descriptor of the weight of that call."""
+    if absence(tkernels._target.target_of(device).arch):
+        pytest.skip("no Gluon kernel here")
+    monkeypatch.setattr(LINEAR, "choose", lambda target, dtype, variant, *shape: TILE)
+    tkernels._repeats.forget()
+    for _ in range(5):
+        x, weight = torch.randn(8, 128, device=device).bfloat16(), torch.randn(96, 128, device=device).bfloat16()
+        y = torch.full((8, 96), float("nan"), device=device).bfloat16()
+        launch(x, weight, None, None, None, False, EPS, y, TILE)
+        assert torch.equal(tkernels.linear(x, weight), y)
+    tkernels._repeats.forget()

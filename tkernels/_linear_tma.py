@@ -1,0 +1,101 @@
+"""Tiles of kind "tma": where they can be used, and their launch. The kernel is in ``_linear_sm90``, which only Gluon can compile."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from tkernels import _dependent
+from tkernels._tma import described, tma_problem
+from tkernels._triton import HAVE_TRITON, INTERPRETED, cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    from tkernels._linear_kernels import Tile
+
+CHUNK = 64  # inputs of a line that TMA swizzles
+_LINE = 2 * CHUNK  # bytes
+_PIECE = 32 << 10  # bytes of x that are brought at once
+
+
+@functools.cache
+def _gluon_problem() -> str | None:
+    """Why this Triton cannot compile the kernel."""
+    if not HAVE_TRITON:
+        return "triton is not installed"
+    if INTERPRETED:
+        return "Triton's interpreter has no Gluon"
+    try:
+        from tkernels import _linear_sm90  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this triton lacks what the kernel uses ({error})"
+    return None
+
+
+def absence(arch: str) -> str | None:
+    """Why no call takes such a tile here, or None: a function of the device and the installation. arch: as in tkernels._target."""
+    return _gluon_problem() if arch == "sm_90" else f"architecture {arch}: the kernel is for sm_90"
+
+
+def refusal(weight: torch.Tensor) -> str | None:
+    """Why such a tile cannot read ``weight`` [outputs, inputs], whose last stride is 1, or None."""
+    if weight.shape[1] % CHUNK:
+        return f"{weight.shape[1]} inputs: expected a multiple of {CHUNK}"
+    return tma_problem(weight)
+
+
+def _x_lines(tile: Tile, rows: int) -> int:
+    """Of a chunk of x in shared memory: one row takes one only where each warp can spread it over the columns of its products."""
+    return 1 if rows == 1 and tile.slices > 1 else tile.block_m(rows)
+
+
+def _piece(tile: Tile, rows: int, k: int) -> int:
+    """Chunks of x that are brought at once, whole stages: all where they take 32 KiB at most; else half as much, or with many rows, whose
+    loads are many, as much. Powers of two."""
+    stage, lines = tile.block_k // CHUNK, _x_lines(tile, rows)
+    everything = stage * next_power_of_2(cdiv(k, tile.block_k))
+    most = _PIECE // (_LINE * lines)
+    return min(everything, max(stage, most if everything <= most or lines > 16 else most // 2))
+
+
+def shared_bytes(tile: Tile, rows: int, k: int, gated: bool) -> int:
+    """Shared memory of a program, but for barriers and what the norm takes."""
+    piece = _piece(tile, rows, k)
+    x = piece * _x_lines(tile, rows) * _LINE * (2 if piece * CHUNK < k else 1)
+    return tile.num_stages * tile.block_k * tile.block_n * (4 if gated else 2) + x
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    eps: float,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """As ``launch`` of ``_linear_kernels``, for outputs only, where neither ``absence`` nor ``refusal`` has anything to say."""
+    from triton.experimental.gluon import language as gl
+
+    from tkernels._linear_sm90 import linear_sm90_kernel
+
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    block_m, chunks = tile.block_m(rows), tile.block_k // CHUNK
+    slices = tile.slices if tile.slices > 1 else 0
+    stride = weight.stride(0) if weight.shape[0] > 1 else k
+    if slices:  # the boxes' lines of one chunk lie together
+        box, shape, strides = [chunks, tile.block_n, CHUNK], [k // CHUNK, weight.shape[0], CHUNK], [CHUNK, stride, 1]
+    else:
+        box, shape, strides = [tile.block_n, CHUNK], [weight.shape[0], k], [stride, 1]
+    _dependent.launch(
+        linear_sm90_kernel, (cdiv(n, tile.block_n),), x.device,
+        described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box))),
+        x, norm_weight, bias, residual, y, rows, n, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+        k, norm_weight is not None, bias is not None, gated, residual is not None,
+        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, _piece(tile, rows, k),
+        num_warps=tile.num_warps,
+    )  # fmt: skip
