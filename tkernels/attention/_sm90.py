@@ -9,9 +9,11 @@ import torch
 
 from tkernels import _repeats
 from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
+from tkernels.attention._common import FP8
 from tkernels.attention._inputs import MAX_SEQS, Inputs
 
 _PAGES = (16, 32, 64, 128, 256)  # at most 8 TMA copies a block of keys
+_DTYPES = (torch.float16, torch.bfloat16)
 _off: set[str] = set()  # kernels that are switched off: "prefill", "decode"
 
 
@@ -45,13 +47,15 @@ def absence(kernel: str, arch: str) -> str | None:
     return gluon_problem()
 
 
-def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int]) -> str | None:
-    """Why a call is left to the plain Triton kernel, as far as both Gluon kernels agree. dims: head dimensions that it takes."""
+def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int], dtypes: tuple[torch.dtype, ...] = _DTYPES) -> str | None:
+    """Why a call is left to the plain Triton kernel, as far as both Gluon kernels agree. dims: head dimensions that it takes; dtypes: of
+    queries and cache."""
     problem = absence(kernel, arch)
     if problem:
         return problem
-    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != x.q.dtype:
-        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected float16 or bfloat16 for both"
+    if x.q.dtype not in dtypes or x.k_cache.dtype != x.q.dtype:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected {expected} for both"
     if not dims[0] <= x.dim <= dims[1]:
         return f"head dimension {x.dim}: expected {dims[0]} to {dims[1]}"
     if x.page_size not in _PAGES:
@@ -89,7 +93,7 @@ def box(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
 def element(dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[dtype]
 
 
 def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
@@ -97,5 +101,5 @@ def descriptor(tensor: torch.Tensor, shape: list[int], layout: Any) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
-    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride if size > 1 else 16 // tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], shape, layout)

@@ -24,6 +24,7 @@ from tkernels.attention import decode_sm90, prefill_sm90
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
+from tkernels.attention.ref import output_dtype
 
 _POINTERS = (
     "out_ptr", "lse_ptr", "table_ptr", "lens_ptr", "cu_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "counter_ptr",
@@ -31,7 +32,7 @@ _POINTERS = (
 )  # fmt: skip
 _FP32 = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "part_ptr", "state_ptr")
 _FLOATS = ("qk_scale", "softcap", "v_factor")
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 def inputs(
@@ -43,7 +44,7 @@ def inputs(
     return check_inputs(
         torch.zeros((32, heads, dim), dtype=dtype), cache, cache.clone(), torch.zeros((1, 2), dtype=torch.int32),
         torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), dim**-0.5, causal, window, softcap,
-        torch.zeros(heads, dtype=dtype) if sinks else None, *((torch.ones(kv_heads),) * 2 if scales else (None, None)), 1.0,
+        torch.zeros(heads, dtype=output_dtype(dtype)) if sinks else None, *((torch.ones(kv_heads),) * 2 if scales else (None, None)), 1.0,
     )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def compile_case(
 ) -> dict[str, Any]:  # fmt: skip
     """pdl: of decode, whether it is a dependent launch."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales)
-    element = _NAMES[x.q.dtype]
+    element, result = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)]
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
         constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9))
@@ -66,13 +67,13 @@ def compile_case(
     for name in function.arg_names:
         if name in boxes:
             shape, layout = boxes[name]
-            signature[name] = f"tensordesc<{element}{shape},{layout!r}>"
+            signature[name] = f"tensordesc<{result if name == 'out_desc' else element}{shape},{layout!r}>"
         elif name in constants:
             signature[name] = "constexpr"
         elif absent.get(name):
             signature[name], constants[name] = "constexpr", None
         elif name in _POINTERS:
-            signature[name] = "*" + ("fp32" if name in _FP32 else element if name in ("out_ptr", "sinks_ptr") else "i32")
+            signature[name] = "*" + ("fp32" if name in _FP32 else result if name in ("out_ptr", "sinks_ptr") else "i32")
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
     aligned = [name for name in signature if name in (*_POINTERS, "stride_ot", "stride_oh") and signature[name] != "constexpr"]

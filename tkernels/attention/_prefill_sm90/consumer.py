@@ -6,18 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._prefill_sm90.shared import HANDSHAKE, OUT_COLUMNS, ROWS, TILE, here
+from tkernels.attention._prefill_sm90.shared import GIVE_TRANSPOSED, HANDSHAKE, OUT_COLUMNS, ROWS, SHIFT, TILE, here, mma_layout
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, cap, get_word, meet, wait_work
 
 
 @gluon.jit
 def _softmax(
     s, m, l, position, key, qk_scale, softcap, window,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, EIGHT: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Scores s [ROWS, keys] of one block → (p, m, l, factor of what was summed before).
 
-    m: running maximum of the scores (with a soft cap: of the capped ones, in base 2); l: running sum of p = 2^(scaled score - maximum).
+    m: running maximum of the scores (with a soft cap: of the capped ones, in base 2); l: running sum of p = 2^(scaled score - maximum),
+    which is 2^SHIFT times as large where it is rounded to 8 bits (EIGHT).
     """
     if HAS_SOFTCAP:
         s = cap(s, qk_scale, softcap)
@@ -33,13 +34,39 @@ def _softmax(
     base = m_new * qk_scale
     if MASKED:
         base = gl.where(m_new == float("-inf"), 0.0, base)  # nothing seen yet: not exp2(-inf + inf)
-    p = gl.exp2(s * qk_scale - base[:, None])
+    if EIGHT:
+        p = gl.exp2(s * qk_scale - (base - SHIFT)[:, None])
+    else:
+        p = gl.exp2(s * qk_scale - base[:, None])
     l_new = gl.sum(p, 1)
     factor = base
     if not FIRST:
         factor = gl.exp2(m * qk_scale - base)
         l_new = l * factor + l_new
     return p, m_new, l_new, factor
+
+
+@gluon.jit
+def _operand(p, DTYPE: gl.constexpr, DIM: gl.constexpr):
+    """p rounded, as the left operand of P · V.
+
+    Of 8 bits, that operand holds keys 4t to 4t + 3 of 16 in the thread that has the scores of keys 2t, 2t + 1, 8 + 2t and 9 + 2t. So
+    keys change their order, as those of V did in the transposer, and nothing moves between threads.
+    """
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma_layout(DIM, DTYPE), 32 // DTYPE.primitive_bitwidth)
+    if DTYPE.primitive_bitwidth == 8:
+        KEYS: gl.constexpr = p.shape[1]
+        p = p.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 4, 3, 5, 2))  # t, half, which of the pair, group of 16
+        even, odd = p.split()
+        a, b = odd.split()
+        p = gl.join(even, gl.join(b, a)).permute((0, 1, 5, 2, 3, 4)).reshape([ROWS, KEYS])
+        # the operator's conversion takes words apart that the product has to put together again
+        return gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r", [gl.convert_layout(p, layout)], gl.float8e4nv, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return gl.convert_layout(p.to(DTYPE), layout)
 
 
 @gluon.jit
@@ -54,7 +81,8 @@ def _first_block(
     sees = gl.convert_layout(sees, gl.SliceLayout(1, LAYOUT))
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-    p, m, l, _factor = _softmax(s, none, none, sees, key, qk_scale, softcap, window, True, True, HAS_WINDOW, HAS_SOFTCAP)
+    EIGHT: gl.constexpr = q.dtype.primitive_bitwidth == 8
+    p, m, l, _factor = _softmax(s, none, none, sees, key, qk_scale, softcap, window, True, True, EIGHT, HAS_WINDOW, HAS_SOFTCAP)
     return p, m, l
 
 
@@ -64,11 +92,52 @@ def _first_half_block(
     LAYOUT: gl.constexpr, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """The same where no row sees the right half of the block: half the products and exponentials."""
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS // 2, 16])
+    half: gl.constexpr = mma_layout(KEYS // 2, q.dtype)
     p, m, l = _first_block(q, k.slice(0, KEYS // 2), sees, stage, qk_scale, softcap, window, half, KEYS // 2, HAS_WINDOW, HAS_SOFTCAP)
     p = gl.join(p, gl.zeros([ROWS, KEYS // 2], gl.float32, half)).permute((0, 2, 1)).reshape([ROWS, KEYS])
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return gl.convert_layout(p, LAYOUT), gl.convert_layout(m, rows), gl.convert_layout(l, rows)
+
+
+@gluon.jit
+def _values(vs, stage):
+    """The block of V in ``stage`` as [keys, columns]; of 8 bits it lies transposed."""
+    values = vs.blocks.index(stage)
+    if values.dtype.primitive_bitwidth == 8:
+        values = values.permute((1, 0))
+    return values
+
+
+@gluon.jit
+def _wait_values(acc, p_narrow):
+    if p_narrow.dtype.primitive_bitwidth == 8:  # the wait takes no operand of 8 bits
+        acc = warpgroup_mma_wait(0, [acc])
+    else:
+        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
+    return acc
+
+
+@gluon.jit
+def _give_values(vs, stage, K_STAGES: gl.constexpr):
+    THREADS: gl.constexpr = GIVE_TRANSPOSED if vs.blocks.dtype.primitive_bitwidth == 8 else HANDSHAKE
+    meet("arrive", FIRST_BARRIER + K_STAGES + stage, THREADS)
+
+
+@gluon.constexpr_function
+def _arrive_after_assembly(threads):
+    return (
+        "{ .reg .f32 f; .reg .b32 n; max.f32 f, $2, $3; max.f32 f, f, 0f00000000; mov.b32 n, f; shr.u32 n, n, 31; add.u32 n, n, $4; "
+        f"bar.arrive n, {threads}; mov.b32 $0, $4; mov.b32 $1, $5; }}"
+    )
+
+
+@gluon.jit
+def _arrive_after(l, barrier, THREADS: gl.constexpr):
+    """bar.arrive at a named barrier once ``l`` is known, two rows a thread: to its number comes the sign of the larger sum or of 0, which
+    is 0, also for NaN. ptxas keeps the order of an arrival and the wait for P · V that follows it, and would otherwise put both
+    before the exponentials, which then have no product to hide."""
+    number = gl.full([ROWS], 0, gl.int32, l.type.layout) + barrier
+    gl.inline_asm_elementwise(_arrive_after_assembly(THREADS), "=r,=r,r,r,r,r", [l, number], gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -82,24 +151,29 @@ def _next_block(
     p is carried in fp32 and rounded under the Q · Kᵀ, which is faster; with NARROW it is carried rounded, which takes 32 registers
     fewer at the peak (p, s and acc at once).
     """
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_layout: gl.constexpr = mma_layout(DIM, DTYPE)
+    EIGHT: gl.constexpr = DTYPE.primitive_bitwidth == 8
     stage = i % K_STAGES
     v_stage = (i - 1) % V_STAGES
     mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
     s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
+    p_narrow = p if NARROW else _operand(p, DTYPE, DIM)
     mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
-    acc = warpgroup_mma(p_narrow, vs.blocks.index(v_stage), acc, is_async=True)
+    acc = warpgroup_mma(p_narrow, _values(vs, v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
-    p, m, l, factor = _softmax(s, m, l, position, key, qk_scale, softcap, window, False, MASKED, HAS_WINDOW, HAS_SOFTCAP)
+    if not EIGHT:
+        meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
+    p, m, l, factor = _softmax(s, m, l, position, key, qk_scale, softcap, window, False, MASKED, EIGHT, HAS_WINDOW, HAS_SOFTCAP)
+    if EIGHT:
+        _arrive_after(l, FIRST_BARRIER + stage, HANDSHAKE)
     if NARROW:
-        p = gl.convert_layout(p.to(DTYPE), p_layout)
-        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
+        p = _operand(p, DTYPE, DIM)
+        acc = _wait_values(acc, p_narrow)
+    elif EIGHT:
+        acc, p = warpgroup_mma_wait(0, [acc, p])
     else:
         acc, p_narrow, p = warpgroup_mma_wait(0, [acc, p_narrow, p])
-    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
+    _give_values(vs, v_stage, K_STAGES)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
     return acc, m, l, p
 
@@ -112,7 +186,7 @@ def _pass_block(ks, vs, i, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
     meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
     mbarrier.wait(vs.full.index(v_stage), (i // V_STAGES) & 1)
-    meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
+    _give_values(vs, v_stage, K_STAGES)
     return i + 1
 
 
@@ -148,9 +222,8 @@ def consumer(
 ):  # fmt: skip
     """Rows WG · ROWS to (WG + 1) · ROWS of every tile. Blocks of keys from the last to the first: cut by the diagonal or the end,
     seen by every row (no mask in that loop), cut by the window's start."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_layout: gl.constexpr = mma_layout(BLOCK_N, DTYPE)
+    o_layout: gl.constexpr = mma_layout(DIM, DTYPE)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -194,7 +267,7 @@ def consumer(
                 q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
             )
         if NARROW:
-            p = gl.convert_layout(p.to(DTYPE), p_layout)
+            p = _operand(p, DTYPE, DIM)
         acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
         i += 1
         for j in range(1, blocks - full):
@@ -218,20 +291,22 @@ def consumer(
                 i += 1
         mbarrier.arrive(q_empty, count=1)
         v_stage = (i - 1) % V_STAGES
-        p_narrow = p if NARROW else gl.convert_layout(p.to(DTYPE), p_layout)
+        p_narrow = p if NARROW else _operand(p, DTYPE, DIM)
         mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
-        acc = warpgroup_mma(p_narrow, vs.blocks.index(v_stage), acc, is_async=True)
+        acc = warpgroup_mma(p_narrow, _values(vs, v_stage), acc, is_async=True)
         # while the last P · V runs
         head, row, rows, seq_len = _end_tile(tiles, k)
         row += WG * ROWS
         rows -= WG * ROWS  # that exist; may be negative
         k += 1
         blocks, low, position, length = _begin_tile(tiles, k, HAS_WINDOW)
-        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
-        meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
+        acc = _wait_values(acc, p_narrow)
+        _give_values(vs, v_stage, K_STAGES)
 
         if not HAS_SOFTCAP:
             m = m * qk_scale
+        if DTYPE.primitive_bitwidth == 8:
+            m -= SHIFT
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
             sink = none + gl.where(seq_len > 0, sink, float("-inf"))
@@ -246,12 +321,12 @@ def consumer(
         empty = l == 0.0  # no key seen: zero output, LSE -inf
         divisor = gl.where(empty, 1.0, l)
         factor = gl.convert_layout(gl.where(empty, 0.0, factor / divisor), gl.SliceLayout(1, o_layout))
-        out = (acc * factor[:, None]).to(DTYPE)
+        out = (acc * factor[:, None]).to(out_shared.dtype)
         if rows >= ROWS:  # tested this way round: ptxas spills with the other
             if DIM <= OUT_COLUMNS:
                 _store_columns(out_desc, out_shared.index(WG), out, row, head, 0)
             else:
-                half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+                half: gl.constexpr = mma_layout(DIM // 2, DTYPE)
                 left, right = out.reshape([ROWS, 2, DIM // 2]).permute((0, 2, 1)).split()
                 _store_columns(out_desc, out_shared.index(WG), gl.convert_layout(left, half), row, head, 0)
                 _store_columns(out_desc, out_shared.index(WG), gl.convert_layout(right, half), row, head, DIM // 2)
