@@ -86,7 +86,8 @@ def _functional(
 
 
 def _fake(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(q.shape, dtype=output_dtype(q.dtype), device=q.device), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=output_dtype(q.dtype), device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def _functional_ref(
@@ -188,7 +189,8 @@ def paged_attention(
     softcap: logits become softcap · tanh(logits / softcap); 0: none. sinks: [heads] logits that enter the denominator and the LSE.
     k_scale, v_scale: stored value · scale = true value; a number (baked into a graph) or a float32 tensor [], [1] or [kv_heads].
     return_lse: also return the natural log of the denominator, [tokens, heads] fp32, for ``merge_attention``.
-    Returns out [tokens, heads, dim] like q (bf16 for e4m3 queries), contiguous. Raises ValueError or TypeError naming the argument that is wrong.
+    Returns out [tokens, heads, dim] like q (bf16 for e4m3 queries), contiguous. Raises ValueError or TypeError naming the argument that
+    is wrong.
     """
     k_tensor, k_factor = split_scale("k_scale", k_scale)
     v_tensor, v_factor = split_scale("v_scale", v_scale)
@@ -218,8 +220,8 @@ def paged_attention_out(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """``paged_attention`` into ``out`` [tokens, heads, dim] of the dtype that it returns (last stride 1, a token's heads within 2**31 elements) and, if given,
-    ``lse`` [tokens, heads] fp32.
+    """``paged_attention`` into ``out`` [tokens, heads, dim] of the dtype that it returns (last stride 1, a token's heads within 2**31
+    elements) and, if given, ``lse`` [tokens, heads] fp32.
 
     Every element of both is written. This is the default splitting op: the piece before it allocates ``out``.
     """

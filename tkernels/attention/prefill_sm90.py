@@ -24,15 +24,16 @@ _TILE = 128  # query tokens of a tile, as in the kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Tiles:
-    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
+    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps (16
+    with 8 bits), eight named barriers."""
 
     block_n: int  # keys of a block
-    k_stages: int  # K and V blocks that are resident; their sum is at most 8
+    k_stages: int  # K and V blocks that are resident; with raw_stages their sum is at most 8
     v_stages: int
-    raw_stages: int = 0  # V blocks not yet transposed, of 8 bits; counted in the sum too
+    raw_stages: int = 0  # of 8-bit V, not yet transposed
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
     worker_registers: int = 24  # of the third one: loaders, cleaner, scheduler. 2 · consumers + workers is at most 504
-    transposer_registers: int = 0  # of the fourth one, of 8 bits: the sum of all four is at most 512
+    transposer_registers: int = 0  # of the fourth one, with 8 bits; then 2 · consumers + workers + transposer is at most 512
 
 
 # By the head dimension rounded up to a power of two. Measured on an H200 for 128; registers are what ptxas needs to spill nothing
@@ -42,10 +43,10 @@ _TILES = {
     128: Sm90Tiles(block_n=128, k_stages=2, v_stages=2),
     256: Sm90Tiles(block_n=64, k_stages=2, v_stages=2),  # the output takes 128 registers a thread: 32 are left for scores
 }
-_TILES_8_BIT = {
-    64: Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
-    128: Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
-}
+_TILES_8_BIT = dict.fromkeys(
+    (64, 128),
+    Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
+)
 _DIMS = (min(_TILES) // 2 + 1, max(_TILES))
 _DIMS_8_BIT = (min(_TILES_8_BIT) // 2 + 1, max(_TILES_8_BIT))
 

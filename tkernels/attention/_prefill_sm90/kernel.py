@@ -8,6 +8,9 @@ A program (one per multiprocessor) is six roles that work on a stream of tiles, 
 - the cleaner (one warp) zeroes the rows of V that no query of the tile may see, before the consumers multiply them;
 - two consumers (four warps each) compute 64 rows each: softmax of one block while the P · V of the block before runs.
 
+Of 8 bits, the transposer (four warps) takes the cleaner's place: it reads the blocks of V that the loader brings and writes them, cleaned,
+transposed into a second ring, which is the one that the consumers read.
+
 The stream ends with a tile of no blocks, all of whose words are zero. By then every load has been waited for by who uses it, and
 consumers wait for their stores.
 
@@ -42,7 +45,8 @@ def prefill_sm90_kernel(
 ):  # fmt: skip
     """q_desc: [tokens, heads, HEAD_DIM] in boxes of [ROWS, 1, DIM], out_desc in boxes of min(DIM, OUT_COLUMNS) columns. k_desc, v_desc:
     [pages, PAGE, kv_heads, HEAD_DIM] in boxes of [1, min(PAGE, BLOCK_N), 1, DIM]. TMA brings zeros for the columns from HEAD_DIM to DIM
-    and does not write them. counter_ptr: an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
+    and does not write them. counter_ptr: an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2. RAW_STAGES: of
+    8-bit V before it is transposed; V_STAGES: of what the consumers read."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, ROWS, DIM], layout)

@@ -16,8 +16,9 @@ def loader(
 ):  # fmt: skip
     """Streams the K or the V blocks of every tile. A page id past the sequence's last page is never read: the last page stands in.
 
-    THREADS: that meet at the named barrier of a stage, from BARRIER on, when it is given back. CLEAN (V of 16 bits): a block with slots that no query of the tile may see, those past the sequence's length and those before the window of its
-    first query, lands at the cleaner's barrier, not at the consumers'.
+    THREADS: that meet at the named barrier of a stage, from BARRIER on, when it is given back. CLEAN (V of 16 bits): a block with slots
+    that no query of the tile may see, those past the sequence's length and those before the window of its first query, lands at the
+    cleaner's barrier, not at the consumers'.
     """
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
