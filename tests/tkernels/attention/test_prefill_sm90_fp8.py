@@ -1,6 +1,6 @@
 """The Gluon prefill kernel with e4m3 queries, keys and values: like test_prefill_sm90.py, with what 8 bits change.
 
-Weights are rounded to three bits of mantissa, each by up to 1/16: of random values the error of a row is 2.6% of its norm, whatever its
+Weights are rounded to three bits of mantissa, each by up to 1/16: of random values the error of a row is 2 to 3% of its norm, whatever its
 length. LSE has none of that.
 """
 
