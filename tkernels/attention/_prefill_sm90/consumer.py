@@ -60,26 +60,39 @@ def _softmax(
 
 
 @gluon.jit
-def _operand(p, DTYPE: gl.constexpr, DIM: gl.constexpr):
-    """p rounded, as the left operand of P · V.
+def _round(p, DTYPE: gl.constexpr, DIM: gl.constexpr):
+    """p rounded: the left operand of P · V; of 8 bits its words of four [ROWS, keys / 4], as single bytes would be carried one a register.
 
-    Of 8 bits, that operand holds keys 4t to 4t + 3 of 16 in the thread that has the scores of keys 2t, 2t + 1, 8 + 2t and 9 + 2t. So
-    keys change their order, as those of V did in the transposer, and nothing moves between threads.
+    Of 8 bits, the operand holds keys 4t to 4t + 3 of 16 in the thread that has the scores of keys 2t, 2t + 1, 8 + 2t and 9 + 2t. So keys
+    change their order, as those of V did in the transposer, and nothing moves between threads.
     """
-    layout: gl.constexpr = gl.DotOperandLayout(0, mma_layout(DIM, DTYPE), 32 // DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 8:
         KEYS: gl.constexpr = p.shape[1]
         p = p.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 4, 3, 5, 2))  # t, half, which of the pair, group of 16
         even, odd = p.split()
-        a, b = odd.split()
-        p = gl.join(even, gl.join(b, a)).permute((0, 1, 5, 2, 3, 4)).reshape([ROWS, KEYS])
-        # the operator's conversion takes words apart that the product has to put together again
-        return gl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-            "=r,r,r,r,r", [gl.convert_layout(p, layout)], gl.float8e4nv, is_pure=True, pack=4,
+        first, second = odd.split()
+        p = gl.join(even, gl.join(second, first)).permute((0, 1, 5, 2, 3, 4))  # group, t, half, which
+        first, second = p.split()
+        a, c = first.split()
+        b, d = second.split()
+        word = gl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; mov.b32 $0, {x, y}; }",
+            "=r,f,f,f,f", [a, b, c, d], gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
+        return word.reshape([ROWS, KEYS // 4])
     else:
-        return gl.convert_layout(p.to(DTYPE), layout)
+        return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, mma_layout(DIM, DTYPE), 2))
+
+
+@gluon.jit
+def _operand(p, DTYPE: gl.constexpr, DIM: gl.constexpr):
+    """The left operand of P · V of what ``_round`` gave."""
+    if DTYPE.primitive_bitwidth == 8:
+        p = gl.join(p, p)
+        p = gl.join(p, p).reshape([ROWS, 4 * p.shape[1]])
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, mma_layout(DIM, DTYPE), 4))
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [p], gl.float8e4nv, is_pure=True, pack=4)
+    return p
 
 
 @gluon.jit
@@ -122,15 +135,6 @@ def _values(vs, stage):
 
 
 @gluon.jit
-def _wait_values(acc, p_narrow):
-    if p_narrow.dtype.primitive_bitwidth == 8:  # the wait takes no operand of 8 bits
-        acc = warpgroup_mma_wait(0, [acc])
-    else:
-        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
-    return acc
-
-
-@gluon.jit
 def _give_values(vs, stage, K_STAGES: gl.constexpr):
     THREADS: gl.constexpr = GIVE_TRANSPOSED if vs.blocks.dtype.primitive_bitwidth == 8 else HANDSHAKE
     meet("arrive", FIRST_BARRIER + K_STAGES + stage, THREADS)
@@ -170,9 +174,9 @@ def _next_block(
     v_stage = (i - 1) % V_STAGES
     mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
     s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    p_narrow = p if NARROW else _operand(p, DTYPE, DIM)
+    p_narrow = p if NARROW else _round(p, DTYPE, DIM)
     mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
-    acc = warpgroup_mma(p_narrow, _values(vs, v_stage), acc, is_async=True)
+    acc = warpgroup_mma(_operand(p_narrow, DTYPE, DIM), _values(vs, v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     if not EIGHT:
         meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
@@ -180,10 +184,8 @@ def _next_block(
     if EIGHT:
         _arrive_after(l, FIRST_BARRIER + stage, HANDSHAKE)
     if NARROW:
-        p = _operand(p, DTYPE, DIM)
-        acc = _wait_values(acc, p_narrow)
-    elif EIGHT:
-        acc, p = warpgroup_mma_wait(0, [acc, p])
+        p = _round(p, DTYPE, DIM)
+        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
     else:
         acc, p_narrow, p = warpgroup_mma_wait(0, [acc, p_narrow, p])
     _give_values(vs, v_stage, K_STAGES)
@@ -280,7 +282,7 @@ def consumer(
                 q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
             )
         if NARROW:
-            p = _operand(p, DTYPE, DIM)
+            p = _round(p, DTYPE, DIM)
         acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
         i += 1
         for j in range(1, blocks - full):
@@ -304,16 +306,16 @@ def consumer(
                 i += 1
         mbarrier.arrive(q_empty, count=1)
         v_stage = (i - 1) % V_STAGES
-        p_narrow = p if NARROW else _operand(p, DTYPE, DIM)
+        p_narrow = p if NARROW else _round(p, DTYPE, DIM)
         mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
-        acc = warpgroup_mma(p_narrow, _values(vs, v_stage), acc, is_async=True)
+        acc = warpgroup_mma(_operand(p_narrow, DTYPE, DIM), _values(vs, v_stage), acc, is_async=True)
         # while the last P · V runs
         head, row, rows, seq_len = _end_tile(tiles, k)
         row += WG * ROWS
         rows -= WG * ROWS  # that exist; may be negative
         k += 1
         blocks, low, position, length = _begin_tile(tiles, k, HAS_WINDOW)
-        acc = _wait_values(acc, p_narrow)
+        acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
         _give_values(vs, v_stage, K_STAGES)
 
         if not HAS_SOFTCAP:
