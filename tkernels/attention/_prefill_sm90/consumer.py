@@ -142,19 +142,47 @@ def _give_values(vs, stage, K_STAGES: gl.constexpr):
 
 @gluon.constexpr_function
 def _arrive_after_assembly(threads):
-    return (
-        "{ .reg .f32 f; .reg .b32 n; max.f32 f, $2, $3; max.f32 f, f, 0f00000000; mov.b32 n, f; shr.u32 n, n, 31; add.u32 n, n, $4; "
-        f"bar.arrive n, {threads}; mov.b32 $0, $4; mov.b32 $1, $5; }}"
-    )
+    return f"{{ .reg .b32 n; shr.u32 n, $1, 31; add.u32 n, n, $2; bar.arrive n, {threads}; mov.b32 $0, $2; }}"
 
 
 @gluon.jit
-def _arrive_after(l, barrier, THREADS: gl.constexpr):
-    """bar.arrive at a named barrier once ``l`` is known, two rows a thread: to its number comes the sign of the larger sum or of 0, which
-    is 0, also for NaN. ptxas keeps the order of an arrival and the wait for P · V that follows it, and would otherwise put both
-    before the exponentials, which then have no product to hide."""
-    number = gl.full([ROWS], 0, gl.int32, l.type.layout) + barrier
-    gl.inline_asm_elementwise(_arrive_after_assembly(THREADS), "=r,=r,r,r,r,r", [l, number], gl.int32, is_pure=False, pack=2)
+def _arrive_after(x, barrier, THREADS: gl.constexpr):
+    """bar.arrive at a named barrier once ``x`` is known, of which each thread holds one, never negative: its sign is added to the number.
+
+    ptxas keeps the order of arrivals and waits for products, not that of other instructions around them.
+    """
+    number = gl.full(x.shape, 0, gl.int32, x.type.layout) + barrier
+    gl.inline_asm_elementwise(_arrive_after_assembly(THREADS), "=r,r,r", [x, number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _halves(x):
+    """What a thread holds of x [ROWS, …] of its two rows, apart."""
+    return x.reshape([4, 2, 8, x.numel // ROWS]).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def _all_sums(l):
+    """The larger sum of a thread's two rows, 0 for NaN. Known when all exponentials are."""
+    a, b = _halves(l)
+    return gl.maximum(gl.maximum(a, b), 0.0).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _all_words(words):
+    """The words of a thread in one, that is of its weights, which have no sign."""
+    a, b = _halves(words)
+    x = a | b
+    LEVELS: gl.constexpr = _exponent(x.shape[2] // 4)
+    for _ in gl.static_range(LEVELS):
+        a, b = x.reshape([4, 8, x.shape[2] // 8, 2, 4]).permute((0, 1, 2, 4, 3)).reshape([4, 8, x.shape[2] // 2, 2]).split()
+        x = a | b
+    return x
+
+
+@gluon.constexpr_function
+def _exponent(n):
+    return n.bit_length() - 1
 
 
 @gluon.jit
@@ -182,13 +210,16 @@ def _next_block(
         meet("arrive", FIRST_BARRIER + stage, HANDSHAKE)
     p, m, l, factor = _softmax(s, m, l, position, key, qk_scale, softcap, window, False, MASKED, EIGHT, HAS_WINDOW, HAS_SOFTCAP)
     if EIGHT:
-        _arrive_after(l, FIRST_BARRIER + stage, HANDSHAKE)
+        _arrive_after(_all_sums(l), FIRST_BARRIER + stage, HANDSHAKE)  # not the exponentials after the wait for P · V
     if NARROW:
         p = _round(p, DTYPE, DIM)
         acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
     else:
         acc, p_narrow, p = warpgroup_mma_wait(0, [acc, p_narrow, p])
-    _give_values(vs, v_stage, K_STAGES)
+    if EIGHT and NARROW:  # not the new words in the registers of the old ones, which P · V still reads
+        _arrive_after(_all_words(p_narrow), FIRST_BARRIER + K_STAGES + v_stage, GIVE_TRANSPOSED)
+    else:
+        _give_values(vs, v_stage, K_STAGES)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
     return acc, m, l, p
 
