@@ -23,7 +23,7 @@ def tma_problem(tensor: torch.Tensor) -> str | None:
 def descriptor(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
     """Of ``tensor`` in boxes of this shape."""
     # the stride of a dimension of one element means nothing, but TMA wants a multiple of 16 bytes
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride if size > 1 else 16 // tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return described(tensor, tensor.shape, [*strides[:-1], 1], box, layout)
 
 

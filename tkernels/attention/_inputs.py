@@ -66,8 +66,8 @@ def check_inputs(
     v_factor: float,
 ) -> Inputs:
     """Raises ValueError or TypeError naming the argument, what was expected and what came."""
-    if q.dtype not in _COMPUTE:
-        _checks.check_float("q", q)
+    if q.dtype not in _COMPUTE and q.dtype != FP8:
+        raise TypeError(f"q: expected float16, bfloat16, float32 or float8_e4m3fn, got {_checks.describe(q)}")
     if q.dim() != 3:
         raise ValueError(f"q: expected [tokens, heads, dim], got {list(q.shape)}")
     _, heads, dim = q.shape
@@ -86,9 +86,8 @@ def check_inputs(
         raise ValueError(f"k_cache: expected a page size of 1 to {_MAX_PAGE}, got {list(k_cache.shape)}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dtype != q.dtype and cache.dtype != FP8:
-            raise TypeError(
-                f"{name}: expected {str(q.dtype).removeprefix('torch.')} like q, or float8_e4m3fn, got {_checks.describe(cache)}"
-            )
+            expected = f"{str(q.dtype).removeprefix('torch.')} like q" + ("" if q.dtype == FP8 else ", or float8_e4m3fn")
+            raise TypeError(f"{name}: expected {expected}, got {_checks.describe(cache)}")
         _checks.check_last_stride(name, cache)
         if page_size * cache.stride(1) >= 1 << 31:
             raise ValueError(f"{name}: expected a page to span fewer than 2**31 elements, got strides {list(cache.stride())}")

@@ -11,9 +11,11 @@ from tkernels import _repeats
 from tkernels._tma import descriptor as descriptor
 from tkernels._tma import tma_problem as tma_problem
 from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
+from tkernels.attention._common import FP8
 from tkernels.attention._inputs import MAX_SEQS, Inputs
 
 _PAGES = (16, 32, 64, 128, 256)  # at most 8 TMA copies a block of keys
+_DTYPES = (torch.float16, torch.bfloat16)
 _off: set[str] = set()  # kernels that are switched off: "prefill", "decode"
 
 
@@ -48,15 +50,17 @@ def absence(kernel: str, arch: str) -> str | None:
     return gluon_problem()
 
 
-def refusal(kernel: str, x: Inputs, arch: str, dims: tuple[int, int], cache: torch.dtype | None = None) -> str | None:
-    """Why a call is left to the plain Triton kernel, as far as the Gluon kernels agree. dims: head dimensions that it takes.
-    cache: the dtype of the caches that it takes, q's own where None."""
+def refusal(
+    kernel: str, x: Inputs, arch: str, dims: tuple[int, int], dtypes: tuple[torch.dtype, ...] = _DTYPES, cache: torch.dtype | None = None
+) -> str | None:
+    """Why a call is left to the plain Triton kernel, as far as the Gluon kernels agree. dims: head dimensions that it takes; dtypes: of
+    queries; cache: of the caches, the queries' own where None."""
     problem = absence(kernel, arch)
     if problem:
         return problem
-    if x.q.dtype not in (torch.float16, torch.bfloat16) or x.k_cache.dtype != (cache or x.q.dtype):
-        expected = f"float16 or bfloat16 {f'on {cache}' if cache else 'for both'}"
-        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected {expected}"
+    if x.q.dtype not in dtypes or x.k_cache.dtype != (cache or x.q.dtype):
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"{x.q.dtype} queries on a {x.k_cache.dtype} cache: expected {expected} {f'on {cache}' if cache else 'for both'}"
     if not dims[0] <= x.dim <= dims[1]:
         return f"head dimension {x.dim}: expected {dims[0]} to {dims[1]}"
     if x.page_size not in _PAGES:
@@ -82,4 +86,4 @@ def box(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
 def element(dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[dtype]

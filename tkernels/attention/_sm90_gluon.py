@@ -21,7 +21,8 @@ class Work(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """A ring of K or V blocks. ``full`` is TMA's; each stage is given back at a named barrier of its own."""
+    """A ring of K or V blocks. ``full`` is its writer's, which is TMA but for transposed blocks; each stage is given back at a named
+    barrier of its own."""
 
     blocks: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor

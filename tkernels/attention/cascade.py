@@ -24,7 +24,7 @@ from tkernels.attention._tiles import prefill_tiles
 from tkernels.attention.merge import merge
 from tkernels.attention.paged import launch, split_scale
 from tkernels.attention.prefix import prefix, splits_of
-from tkernels.attention.ref import Scale, merge_attention_ref, paged_attention_ref
+from tkernels.attention.ref import Scale, merge_attention_ref, output_dtype, paged_attention_ref
 
 Optional = torch.Tensor | None
 
@@ -111,7 +111,8 @@ def _attend_ref(
 
 
 def _fake(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=output_dtype(q.dtype), device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 _cascade_attention_op = define(
@@ -149,8 +150,8 @@ def cascade_attention(
         as fast as a narrow one's but for merging states, for every length up to that.
     block_table: [seqs, max_pages] int32 and seq_lens: [seqs] int32, the pages and keys after the prefix, query tokens included;
         0 marks a padding row. The rest as in ``paged_attention``, whose equation this computes over prefix and own keys.
-    Returns out [tokens, heads, dim] like q, with return_lse also the LSE [tokens, heads] fp32. Takes up to 2 · multiprocessors · 128
-    · dim floats of workspace. Raises ValueError or TypeError naming the argument that is wrong.
+    Returns out [tokens, heads, dim] like q (bf16 for e4m3 queries), with return_lse also the LSE [tokens, heads] fp32. Takes up to
+    2 · multiprocessors · 128 · dim floats of workspace. Raises ValueError or TypeError naming the argument that is wrong.
     """
     k_tensor, k_factor = split_scale("k_scale", k_scale)
     v_tensor, v_factor = split_scale("v_scale", v_scale)

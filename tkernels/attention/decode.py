@@ -29,7 +29,7 @@ from tkernels import _dependent
 from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
-from tkernels.attention._common import LOG2_E
+from tkernels.attention._common import FP8, LOG2_E
 from tkernels.attention._decode_kernel import decode_kernel
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import DecodeTiles, decode_tiles
@@ -61,7 +61,7 @@ def decode(
     unit, copied = _units(x)
     # From 16 columns on triton takes wgmma, and 3.6 gets it wrong where keys come through registers: converted ones, and those that it
     # cannot copy asynchronously because it does not know that they lie on 16 bytes.
-    block_m = min(32, max(8, next_power_of_2(rows))) if copied and x.k_cache.dtype == x.q.dtype else 8
+    block_m = min(32, max(8, next_power_of_2(rows))) if copied and x.k_cache.dtype != FP8 else 8
     row_tiles = cdiv(rows, block_m)
     block_d = max(16, next_power_of_2(x.dim))
     ranges = max(1, target.num_sms * tiles.programs_per_sm // (kv_heads * row_tiles))

@@ -67,6 +67,7 @@ def padded_layout(k: torch.Tensor, query_len: int, starts: torch.Tensor | None =
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.dim() != 4:
         raise ValueError(f"q: expected [batch, query_len, heads, dim], got {list(q.shape)}")
+    _checks.check_float("q", q)
     if k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise ValueError(f"k: expected [{q.shape[0]}, kv_heads, keys, {q.shape[3]}] (batch and dim of q), got {list(k.shape)}")
     _checks.check_shape("v", v, tuple(k.shape), "like k")

@@ -16,21 +16,25 @@ from tkernels._counters import counters
 from tkernels._target import target_of
 from tkernels._triton import next_power_of_2
 from tkernels.attention import _sm90
-from tkernels.attention._common import LOG2_E
+from tkernels.attention._common import FP8, LOG2_E
 from tkernels.attention._inputs import Inputs
+from tkernels.attention.ref import output_dtype
 
 _TILE = 128  # query tokens of a tile, as in the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Tiles:
-    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps, eight named barriers."""
+    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps (16
+    with 8 bits), eight named barriers."""
 
     block_n: int  # keys of a block
-    k_stages: int  # K and V blocks that are resident; their sum is at most 8
+    k_stages: int  # K and V blocks that are resident; with raw_stages their sum is at most 8
     v_stages: int
+    raw_stages: int = 0  # of 8-bit V, not yet transposed
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
     worker_registers: int = 24  # of the third one: loaders, cleaner, scheduler. 2 · consumers + workers is at most 504
+    transposer_registers: int = 0  # of the fourth one, with 8 bits; then 2 · consumers + workers + transposer is at most 512
 
 
 # By the head dimension rounded up to a power of two. Measured on an H200 for 128; registers are what ptxas needs to spill nothing
@@ -40,7 +44,12 @@ _TILES = {
     128: Sm90Tiles(block_n=128, k_stages=2, v_stages=2),
     256: Sm90Tiles(block_n=64, k_stages=2, v_stages=2),  # the output takes 128 registers a thread: 32 are left for scores
 }
+_TILES_8_BIT = dict.fromkeys(
+    (64, 128),
+    Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
+)
 _DIMS = (min(_TILES) // 2 + 1, max(_TILES))
+_DIMS_8_BIT = (min(_TILES_8_BIT) // 2 + 1, max(_TILES_8_BIT))
 
 
 def enable(on: bool) -> None:
@@ -59,9 +68,12 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
     Depends on the device, the model's shape, strides and features alone, never on lengths or the batch, so that a sequence gets the same
     bits in every batch. arch: as in tkernels._target.
     """
-    problem = _sm90.refusal("prefill", x, arch, _DIMS)
+    dims = _DIMS_8_BIT if x.q.dtype == FP8 else _DIMS
+    problem = _sm90.refusal("prefill", x, arch, dims, (torch.float16, torch.bfloat16, FP8))
     if problem:
         return problem
+    if x.q.dtype == FP8 and x.window and x.dim <= 64:  # ptxas spills
+        return f"a window with float8_e4m3fn heads of dimension {x.dim}: expected more than 64"
     if x.k_scale is not None or x.v_scale is not None:
         return "scales on the device: expected numbers or none for a cache of the queries' type"
     problem = _sm90.tma_problem(out)
@@ -71,14 +83,16 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
 def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     """The kernel's constexpr arguments."""
     dim = next_power_of_2(x.dim)
-    tiles = _TILES[dim]
-    spare = 8 if x.softcap else 0  # registers that the workers beside consumers with a soft cap need more
+    eight = x.q.dtype == FP8
+    tiles = (_TILES_8_BIT if eight else _TILES)[dim]
+    spare = 8 if x.softcap and not eight else 0  # registers that the workers beside consumers with a soft cap need more
     return dict(
         DTYPE=_sm90.element(x.q.dtype),
         HEADS=x.heads, GROUP=x.heads // x.kv_heads, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, MIN_QUERY=min_query,
-        BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+        BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, RAW_STAGES=tiles.raw_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
-        NARROW=dim > 128 or x.window > 0 or x.softcap > 0,
+        TRANSPOSER_REGISTERS=tiles.transposer_registers, OUT_DTYPE=_sm90.element(output_dtype(x.q.dtype)),
+        NARROW=not eight and (dim > 128 or x.window > 0 or x.softcap > 0),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
         HALF_DIAGONAL=x.causal and not x.window and not x.softcap and tiles.block_n == _TILE,
     )  # fmt: skip

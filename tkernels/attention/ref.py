@@ -24,6 +24,15 @@ import torch
 Scale = torch.Tensor | float | None
 
 
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the output for queries of ``dtype``: theirs, but bf16 for e4m3, whose three bits of mantissa are for products, not for results."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def paged_attention_ref(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -41,7 +50,7 @@ def paged_attention_ref(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse [tokens, heads]). Computed in fp32, or in fp64 when q is fp64; rounded once.
+    """Returns (out like q, bf16 if q is e4m3; lse [tokens, heads]). Computed in fp32, or in fp64 when q is fp64; rounded once.
 
     q: [tokens, heads, dim]. k_cache, v_cache: [pages, page_size, kv_heads, dim], any strides.
     block_table: [seqs, max_pages] int32. seq_lens: [seqs] int32. cu_seqlens_q: [seqs + 1] int32.
@@ -51,8 +60,8 @@ def paged_attention_ref(
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(tokens, heads, dim)
+    wide = _wide(q.dtype)
+    out = q.new_zeros(tokens, heads, dim, dtype=output_dtype(q.dtype))
     lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=q.device)
     lens = seq_lens.clamp(0, block_table.shape[1] * page_size).tolist()
     starts = cu_seqlens_q.tolist()
@@ -86,7 +95,7 @@ def paged_attention_ref(
             row_lse = torch.logaddexp(row_lse, sinks.to(wide).view(kv_heads, 1, group).expand(-1, query_len, -1).reshape(kv_heads, -1))
         weights = torch.exp(logits - row_lse.masked_fill(row_lse == float("-inf"), 0.0)[..., None])
         result = (weights @ v) * _per_head(v_scale, 1.0, wide)
-        out[first:last] = result.view(kv_heads, query_len, group, dim).transpose(0, 1).reshape(query_len, heads, dim).to(q.dtype)
+        out[first:last] = result.view(kv_heads, query_len, group, dim).transpose(0, 1).reshape(query_len, heads, dim).to(out.dtype)
         lse[first:last] = row_lse.view(kv_heads, query_len, group).transpose(0, 1).reshape(query_len, heads)
     return out, lse
 
@@ -99,7 +108,7 @@ def merge_attention_ref(
     out_a: [tokens, heads, dim]; lse_a: [tokens, heads] natural log; out_b and lse_b like them, or with a dimension of states before.
     Returns (out like out_a, lse like lse_a).
     """
-    wide = torch.promote_types(out_a.dtype, torch.float32)
+    wide = _wide(out_a.dtype)
     outs = torch.cat((out_a[None].to(wide), out_b.reshape(-1, *out_a.shape).to(wide)))
     lses = torch.cat((lse_a[None].to(wide), lse_b.reshape(-1, *lse_a.shape).to(wide)))
     lse = torch.logsumexp(lses, 0)

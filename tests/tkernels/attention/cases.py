@@ -42,15 +42,14 @@ def make_case(
     interleaved: bool = False,
     extra_rows: int = 0,
     poison: bool = True,
+    q_dtype: torch.dtype | None = None,
     **keywords: Any,
 ) -> Case:
     """Sequences with ``lens`` keys and ``query_lens`` queries. Free slots hold NaN, unused table entries -1, page 0 is all NaN.
 
-    dtype: of q; a float8 dtype makes an fp8 cache under fp16 queries.
+    dtype: of the cache, and of q if q_dtype does not say otherwise; a float8 dtype makes fp16 queries.
     """
-    cache_dtype = dtype
-    if dtype == torch.float8_e4m3fn:
-        dtype = torch.float16
+    q_dtype = q_dtype or (torch.float16 if dtype == torch.float8_e4m3fn else dtype)
     counts = [-(-n // page_size) for n in lens]
     width = max(counts, default=0) if max_pages is None else max_pages
     pages = sum(counts) + 2
@@ -66,12 +65,13 @@ def make_case(
             used = min(page_size, n - i * page_size)
             k[page, :used] = torch.randn(used, kv_heads, dim)
             v[page, :used] = torch.randn(used, kv_heads, dim)
-    store = store.to(cache_dtype).to(device)
+    store = store.to(dtype).to(device)
     k, v = (store[:, 0], store[:, 1]) if interleaved else (store[0], store[1])
     starts = torch.tensor([0, *query_lens]).cumsum(0)
-    q = torch.randn(int(starts[-1]) + extra_rows, heads, dim).to(dtype).to(device)
+    q = torch.randn(int(starts[-1]) + extra_rows, heads, dim)
     if extra_rows:
         q[-extra_rows:] = float("nan")
+    q = q.to(q_dtype).to(device)
     keywords.setdefault("scale", dim**-0.5)
     keywords.setdefault("max_query_len", max(query_lens, default=1))
     return Case(
@@ -81,7 +81,7 @@ def make_case(
 
 def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in fp64 on the CPU, from the same stored values."""
-    q, k, v, *index = (t.cpu() for t in case.tensors)
+    q, k, v, *index = (t.cpu().float() if t.dtype == torch.float8_e4m3fn else t.cpu() for t in case.tensors)
     keywords = {n: (x.cpu().double() if isinstance(x, torch.Tensor) else x) for n, x in case.keywords.items() if n != "return_lse"}
     return paged_attention_ref(q.double(), k.double(), v.double(), *index, **keywords)
 
@@ -103,10 +103,10 @@ def _by_sequence(case: Case, actual: torch.Tensor, expected: torch.Tensor) -> st
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Against the oracle, relative to its norm, and element by element."""
+def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None, tolerance: float | None = None) -> float:
+    """Against the oracle, relative to its norm, and element by element. tolerance: of the norm; None: by out's dtype. Returns the error."""
     expected, expected_lse = oracle(case)
-    tolerance = TOLERANCE[out.dtype]
+    tolerance = tolerance or TOLERANCE[out.dtype]
     actual = out.cpu().double()
     assert torch.isfinite(actual).all(), f"not finite: {_by_sequence(case, actual, expected)}"
     error = float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
@@ -116,7 +116,8 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None) -> Non
         + _by_sequence(case, actual, expected)
     )
     if lse is not None:
-        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=max(tolerance, 1e-4), rtol=1e-4)
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=max(TOLERANCE[out.dtype], 1e-4), rtol=1e-4)
+    return error
 
 
 def check_far_pages(query_len: int) -> None:

@@ -27,6 +27,7 @@ from tkernels.attention._decode_sm90.fp8_kernel import decode_fp8_sm90_kernel
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
+from tkernels.attention.ref import output_dtype
 
 _POINTERS = (
     "out_ptr", "lse_ptr", "table_ptr", "lens_ptr", "cu_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "counter_ptr",
@@ -46,7 +47,7 @@ def inputs(
     return check_inputs(
         torch.zeros((32, heads, dim), dtype=dtype), cache, cache.clone(), torch.zeros((1, 2), dtype=torch.int32),
         torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), dim**-0.5, causal, window, softcap,
-        torch.zeros(heads, dtype=dtype) if sinks else None, *((torch.ones(kv_heads),) * 2 if scales else (None, None)), 1.0,
+        torch.zeros(heads, dtype=output_dtype(dtype)) if sinks else None, *((torch.ones(kv_heads),) * 2 if scales else (None, None)), 1.0,
     )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def compile_case(
 ) -> dict[str, Any]:  # fmt: skip
     """pdl: of decode, whether it is a dependent launch."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, kernel == "decode_fp8")
-    element, options = _NAMES[x.q.dtype], {"num_warps": 4}
+    element, result, options = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)], {"num_warps": 4}
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
         constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9)) | {"PDL": pdl}
@@ -74,14 +75,14 @@ def compile_case(
     for name in function.arg_names:
         if name in boxes:
             shape, shared = boxes[name]
-            of = element if name == "q_desc" else _NAMES[x.k_cache.dtype]
+            of = {"q_desc": element, "out_desc": result}.get(name, _NAMES[x.k_cache.dtype])
             signature[name] = f"tensordesc<{of}{shape},{shared!r}>"
         elif name in constants:
             signature[name] = "constexpr"
         elif absent.get(name):
             signature[name], constants[name] = "constexpr", None
         elif name in _POINTERS:
-            signature[name] = "*" + ("fp32" if name in _FP32 else element if name in ("out_ptr", "sinks_ptr") else "i32")
+            signature[name] = "*" + ("fp32" if name in _FP32 else result if name in ("out_ptr", "sinks_ptr") else "i32")
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
     aligned = [name for name in signature if name in (*_POINTERS, "stride_ot", "stride_oh") and signature[name] != "constexpr"]

@@ -85,6 +85,7 @@ def test_prefix_of_any_length(shared, device, splits_seen):
         ({"dtype": torch.float16}, 10, 40),
         ({"dtype": torch.float8_e4m3fn, "k_scale": 0.5, "v_scale": "per head"}, 4, 16),
         ({"dtype": torch.float8_e4m3fn, "k_scale": "per head", "softcap": 3.0, "sinks": True}, 2, 20),
+        ({"dtype": torch.float8_e4m3fn, "q_dtype": torch.float8_e4m3fn, "v_scale": 1.5}, 4, 16),
         ({"interleaved": True, "page_size": 32}, 4, 16),
         ({"page_size": 3}, 4, 16),
     ],

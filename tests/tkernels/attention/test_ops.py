@@ -76,6 +76,7 @@ def test_b095_heads_must_divide(heads, kv_heads, device):
         ({"q": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)}, ValueError, "q: expected last stride 1"),
         ({"k_cache": lambda t: t[..., :8]}, ValueError, "k_cache: expected a last dimension of 16"),
         ({"k_cache": lambda t: t.half()}, TypeError, "k_cache: expected float32 like q, or float8_e4m3fn"),
+        ({"q": lambda t: t.to(torch.float8_e4m3fn)}, TypeError, "k_cache: expected float8_e4m3fn like q, got"),
         ({"v_cache": lambda t: t[:2]}, ValueError, "v_cache: expected .* like k_cache"),
         ({"seq_lens": lambda t: t.long()}, TypeError, "seq_lens: expected int32"),
         ({"block_table": lambda t: t[:1]}, ValueError, r"block_table: expected \[3, max_pages\]"),
@@ -119,6 +120,16 @@ def test_out_must_fit(device):
     ):
         with pytest.raises(error, match=message):
             tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out.to(device), lse=lse)
+
+
+def test_out_of_fp8_queries_is_bf16(device):
+    fp8 = torch.float8_e4m3fn
+    case = make_case([5, 3], [2, 1], heads=2, kv_heads=1, dim=16, page_size=4, dtype=fp8, q_dtype=fp8, device=device)
+    with pytest.raises(TypeError, match="out: expected bfloat16"):
+        tkernels.paged_attention_out(*case.tensors, **case.keywords, out=torch.empty_like(case.q))
+    with torch.device("meta"):
+        out = torch.ops.tkernels.paged_attention(*(t.to("meta") for t in case.tensors), *_DEFAULTS)[0]
+    assert out.dtype == torch.bfloat16
 
 
 def test_max_query_len_too_small_is_refused_by_the_reference():

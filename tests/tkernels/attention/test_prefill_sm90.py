@@ -128,7 +128,7 @@ def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
 def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline(cases), strict=True):
         assert facts["spills"] == 0, (case, facts)
-        assert facts["registers"] == 168  # of 384 threads that share 64 Ki
+        assert facts["registers"] == (128 if "float8" in case.get("dtype", "") else 168)  # of 512 or 384 threads that share 64 Ki
         assert facts["shared"] <= 227 << 10
         assert facts["wgmma"] > 0
 

@@ -10,11 +10,11 @@ import torch
 
 import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case, oracle
-from tkernels.attention.ref import paged_attention_ref
+from tkernels.attention.ref import output_dtype, paged_attention_ref
 
 
 def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full_like(case.q, float("nan"))  # poisoned: every element must be written
+    out = torch.full_like(case.q, float("nan"), dtype=output_dtype(case.q.dtype))  # poisoned: every element must be written
     lse = torch.full(case.q.shape[:2], float("nan"), device=case.q.device)
     tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
     return out, lse
@@ -94,6 +94,26 @@ def test_caches_of_unequal_strides(device):
 def test_b105_b106_fp8_scales_in_every_form_and_path(k_scale, v_scale, device):
     k_scale, v_scale = (s.to(device) if isinstance(s, torch.Tensor) else s for s in (k_scale, v_scale))
     verify([40, 33, 20], [1, 3, 12], dim=16, dtype=torch.float8_e4m3fn, device=device, k_scale=k_scale, v_scale=v_scale)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{}, {"window": 5, "softcap": 3.0}, {"causal": False}, {"sinks": True, "k_scale": 0.5, "v_scale": 4.0}], ids=str
+)  # fmt: skip
+def test_fp8_queries_give_bf16(keywords, device):
+    """Decode, several query tokens and prefill; the functional op and the one into an output agree."""
+    keywords = dict(keywords)
+    if keywords.pop("sinks", False):
+        keywords["sinks"] = torch.randn(4, device=device)
+    fp8 = torch.float8_e4m3fn
+    case = make_case([40, 33, 20], [1, 3, 12], dim=16, dtype=fp8, q_dtype=fp8, device=device, extra_rows=2, **keywords)
+    out, lse = attend(case)
+    check(case, out, lse)
+    again, again_lse = tkernels.paged_attention(*case.tensors, **case.keywords, return_lse=True)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again, out) and torch.equal(again_lse, lse)
+    reference, reference_lse = paged_attention_ref(*case.tensors, **case.keywords)
+    assert reference.dtype == torch.bfloat16
+    check(case, reference, reference_lse)
 
 
 def test_fp8_under_queries_beyond_the_range_of_fp16(device):

@@ -6,19 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tkernels.attention._prefill_sm90.shared import HANDSHAKE
 from tkernels.attention._sm90_gluon import get_word, meet, wait_work
 
 
 @gluon.jit
 def loader(
-    desc, table_ptr, window, ring, tiles, BARRIER: gl.constexpr, STAGES: gl.constexpr, CLEAN: gl.constexpr,
-    GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    desc, table_ptr, window, ring, tiles, BARRIER: gl.constexpr, THREADS: gl.constexpr, STAGES: gl.constexpr,
+    CLEAN: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Streams the K or the V blocks of every tile. A page id past the sequence's last page is never read: the last page stands in.
 
-    CLEAN (V): a block with slots that no query of the tile may see, those past the sequence's length and those before the window of its
-    first query, lands at the cleaner's barrier, not at the consumers'.
+    THREADS: that meet at the named barrier of a stage, from BARRIER on, when it is given back. CLEAN (V of 16 bits): a block with slots
+    that no query of the tile may see, those past the sequence's length and those before the window of its first query, lands at the
+    cleaner's barrier, not at the consumers'.
     """
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
@@ -51,8 +51,8 @@ def loader(
             row = table_ptr + table_row
             page = gl.load(row + gl.minimum(first_page, last_page))  # before the wait, which hides its latency
             if i >= STAGES:
-                meet("sync", BARRIER + stage, HANDSHAKE)
-            mbarrier.expect(ring.full.index(land), BLOCK_N * DIM * 2)
+                meet("sync", BARRIER + stage, THREADS)
+            mbarrier.expect(ring.full.index(land), BLOCK_N * DIM * (ring.blocks.dtype.primitive_bitwidth // 8))
             for p in gl.static_range(PAGES):
                 now = page
                 if p + 1 < PAGES:  # one ahead, and not more: registers are few, and what waits for a TMA in uniform ones spills
@@ -65,7 +65,7 @@ def loader(
             block -= 1
         k += 1
     for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
-        meet("sync", BARRIER + last % STAGES, HANDSHAKE)
+        meet("sync", BARRIER + last % STAGES, THREADS)
 
 
 @gluon.jit

@@ -101,7 +101,7 @@ def scheduler(
             put_word(tiles, stage, 7, s * stride_bt)
             mbarrier.arrive(tiles.full.index(stage), count=1)
             mbarrier.wait(q_empty, (k & 1) ^ 1)
-            mbarrier.expect(q_full, TILE * DIM * 2)
+            mbarrier.expect(q_full, TILE * DIM * (q_shared.dtype.primitive_bitwidth // 8))
             for w in gl.static_range(WARPGROUPS):
                 tma.async_copy_global_to_shared(q_desc, [first_row + token + w * ROWS, head, 0], q_full, q_shared.index(w))
             k += 1
