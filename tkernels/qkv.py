@@ -7,7 +7,8 @@ projection takes outputs together with their partners in the rotation, so it can
 tile is the one that ``linear`` takes for the same call, and then the bits are those of ``linear`` followed by ``rope_and_cache``; unless
 the table has a tile of this op's own ("rope", "norm+rope").
 
-Where ``linear`` has no tile, and with QK-norm (which needs whole heads) or scales, this op is those two, one after the other.
+Where ``linear`` has no tile, or one that cannot rotate what the call wants rotated, and with QK-norm (which needs whole heads) or scales,
+this op is those two, one after the other.
 """
 
 from __future__ import annotations
