@@ -6,8 +6,9 @@ Tests under tests/runtime run whole models, so there the CPU runs each op's PyTo
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # One thread a process, subprocesses too: the suite runs a worker for each core, and small tensors gain nothing from more.
@@ -69,3 +70,12 @@ def _every_call_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """A wrong handshake hangs a GPU: after two minutes the process ends."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()

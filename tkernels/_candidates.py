@@ -88,8 +88,8 @@ def _resident(tile: Tile, weights: int, block_m: int, k: int) -> int:
 
 def candidates(variant: str, rows: int, n: int, k: int, num_sms: int, tma: bool = False) -> Iterator[Tile]:
     """The tiles worth trying for a variant at a row class; n: rows of the weight, k: inputs, num_sms: multiprocessors; tma: also of that
-    kind, which takes no rotation."""
-    if tma and "rope" not in variant and k % CHUNK == 0:
+    kind."""
+    if tma and k % CHUNK == 0:
         yield from _tma_tiles(variant, rows, n, k, num_sms)
     factor = 2 if "gated" in variant else 1
     outputs, small = n // factor, n * k * 2 < _LAUNCH_BYTES

@@ -1,4 +1,5 @@
 """The Gluon kernel of a "tma" tile (``_linear_kernels``): weights stream by TMA through a ring in shared memory. Hopper only.
+``_qkv_sm90`` has that of a projection with a rotation, on the same sums.
 
 Before ``wait`` a program has asked for as much of its weights as the ring holds, so where launches are dependent they come while the
 kernel before still runs, whatever that one does. x comes after ``wait`` by plain loads, in pieces of at most 32 KiB, is multiplied by
@@ -51,18 +52,27 @@ def _fill(
     w_desc, ring, up_ring, full, step, first, n,
     STAGES: gl.constexpr, STAGE_CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the weights of a step."""
+    """Ask for the weights of a step: rows from ``first`` on, with GATED also from n + ``first`` on. A descriptor of halves of heads
+    [.., halves, rows, ..] gives row n and those after it of the half ``first`` and then of the next one."""
     slot = step % STAGES
     bar = full.index(slot)
     mbarrier.expect(bar, STAGE_CHUNKS * BLOCK_N * CHUNK * (4 if GATED else 2))
     if SLICES:
-        tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, 0], bar, ring.index(slot))
+        if len(w_desc.block_shape) == 4:
+            halves = ring.index(slot)._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
+            tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, n, 0], bar, halves)
+        else:
+            tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, 0], bar, ring.index(slot))
         if GATED:
             tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, n + first, 0], bar, up_ring.index(slot))
     else:
         for c in gl.static_range(STAGE_CHUNKS):
             at = (step * STAGE_CHUNKS + c) * CHUNK
-            tma.async_copy_global_to_shared(w_desc, [first, at], bar, ring.index(slot * STAGE_CHUNKS + c))
+            if len(w_desc.block_shape) == 3:
+                halves = ring.index(slot * STAGE_CHUNKS + c)._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
+                tma.async_copy_global_to_shared(w_desc, [first, n, at], bar, halves)
+            else:
+                tma.async_copy_global_to_shared(w_desc, [first, at], bar, ring.index(slot * STAGE_CHUNKS + c))
             if GATED:
                 tma.async_copy_global_to_shared(w_desc, [n + first, at], bar, up_ring.index(slot * STAGE_CHUNKS + c))
 
@@ -179,7 +189,7 @@ def _scale(squares, eps, K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.con
 
 
 @gluon.jit
-def _rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: gl.constexpr, HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr):
+def rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: gl.constexpr, HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr):
     """y · scale + bias in ``dtype``, as in _linear_sums.py."""
     if HAS_BIAS:
         bias = gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32)[:, None] + gl.zeros_like(y)
@@ -192,28 +202,15 @@ def _rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: gl.constexpr, HAS_NORM: 
     return y.to(dtype)
 
 
-@gluon.jit(do_not_specialize=["rows"])
-def linear_sm90_kernel(
-    w_desc, x_ptr, norm_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_rm, eps,
-    K: gl.constexpr, HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    X_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr,
-    SLICES: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+@gluon.jit
+def start(
+    w_desc, first, n, dtype: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
-    """w_desc: the weight; with SLICES as [K / 64, outputs, 64] in boxes of [STAGE_CHUNKS, BLOCK_N, 64], else [outputs, K] in boxes of
-    [BLOCK_N, 64]. n: outputs; with GATED the up rows stand n after the gate's. X_ROWS: of x that are read, 1 or BLOCK_M. PIECE: chunks of x
-    that are brought at once, whole stages."""
-    WARPS: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    """Memory for weights and x; as much of the weights as it holds is asked for."""
     STEPS: gl.constexpr = (K + CHUNK * STAGE_CHUNKS - 1) // (CHUNK * STAGE_CHUNKS)
-    PIECE_STEPS: gl.constexpr = PIECE // STAGE_CHUNKS
-    PIECES: gl.constexpr = (STEPS + PIECE_STEPS - 1) // PIECE_STEPS
     line2: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line3: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    x_layout: gl.constexpr = _x_layout(PIECE, X_ROWS, WARPS)
-    end: gl.constexpr = _end_layout(BLOCK_N, WARPS, SLICES)
-    sums: gl.constexpr = _sums_layout(BLOCK_M, WARPS, SLICES)
-    first = gl.program_id(0) * BLOCK_N
-
     if SLICES:
         ring = gl.allocate_shared_memory(dtype, [STAGES, STAGE_CHUNKS, BLOCK_N, CHUNK], line3)
     else:
@@ -225,31 +222,43 @@ def linear_sm90_kernel(
         else:
             up_ring = gl.allocate_shared_memory(dtype, [STAGES * STAGE_CHUNKS, BLOCK_N, CHUNK], line2)
     X_LINES: gl.constexpr = X_ROWS if SLICES else BLOCK_M  # of 128 bytes, for each chunk
-    x_shared = gl.allocate_shared_memory(dtype, [2 if PIECES > 1 else 1, PIECE * X_LINES, CHUNK], line2)
+    x_shared = gl.allocate_shared_memory(dtype, [2 if PIECE * CHUNK < K else 1, PIECE * X_LINES, CHUNK], line2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
     for step in gl.static_range(STAGES if STAGES < STEPS else STEPS):
         _fill(w_desc, ring, up_ring, full, step, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED, SLICES)
+    return ring, up_ring, x_shared, full
 
+
+@gluon.jit
+def first_x(norm_ptr, K: gl.constexpr, HAS_NORM: gl.constexpr, X_ROWS: gl.constexpr, PIECE: gl.constexpr):
+    """Row and column of each element of the first piece of x, and the norm's weight there, which may be read before ``wait``."""
+    x_layout: gl.constexpr = _x_layout(PIECE, X_ROWS, gl.num_warps())
     offs_c = gl.arange(0, PIECE, gl.SliceLayout(1, gl.SliceLayout(2, x_layout)))[:, None, None]
     offs_m = gl.arange(0, X_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, x_layout)))[None, :, None]
     offs_i = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, x_layout)))[None, None, :]
     offs_k = offs_c * CHUNK + offs_i
-    x_ptrs = x_ptr + (offs_m.to(gl.int64) * stride_xm + offs_k)
     norm = offs_k
     if HAS_NORM:
         norm = gl.load(norm_ptr + offs_k, mask=offs_k < K, other=0.0)
-    end_n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, end))
-    end_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, end))
-    mask = (end_n < n)[:, None] & (end_m < rows)[None, :]
-    enter(PDL)
-    x = gl.load(x_ptrs, mask=(offs_m < rows) & (offs_k < K), other=0.0)
-    residual = mask
-    if HAS_RESIDUAL:
-        residual = gl.load(residual_ptr + (end_m.to(gl.int64) * stride_rm)[None, :] + end_n[:, None], mask=mask, other=0.0)
+    return offs_m, offs_k, norm
 
+
+@gluon.jit
+def products(
+    w_desc, memory, x, norm, x_ptrs, norm_ptr, offs_m, offs_k, rows, first, n, eps,
+    K: gl.constexpr, HAS_NORM: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PIECE: gl.constexpr, SCALED: gl.constexpr, end: gl.constexpr,
+):  # fmt: skip
+    """The sums of all products, those of the up rows, and the scale [SCALED, BLOCK_M] in the layout ``end``. memory: as ``start``
+    returns it. x, norm: the first piece, which is there or on its way."""
+    ring, up_ring, x_shared, full = memory
+    STEPS: gl.constexpr = (K + CHUNK * STAGE_CHUNKS - 1) // (CHUNK * STAGE_CHUNKS)
+    PIECE_STEPS: gl.constexpr = PIECE // STAGE_CHUNKS
+    PIECES: gl.constexpr = (STEPS + PIECE_STEPS - 1) // PIECE_STEPS
+    sums: gl.constexpr = _sums_layout(BLOCK_M, gl.num_warps(), SLICES)
     if SLICES:
         acc = gl.zeros([SLICES, BLOCK_N, BLOCK_M], gl.float32, sums)
     else:
@@ -260,7 +269,7 @@ def linear_sm90_kernel(
     scale = gl.full([1, 1], 1.0, gl.float32, end)
     if PIECES == 1:
         if HAS_NORM:
-            scale = _scale(squares, eps, K, BLOCK_N, BLOCK_M, end)
+            scale = _scale(squares, eps, K, SCALED, BLOCK_M, end)
         barrier()
         acc, up = _piece(
             w_desc, ring, up_ring, full, x_shared.index(0), acc, up, 0, first, n,
@@ -281,18 +290,49 @@ def linear_sm90_kernel(
             if HAS_NORM:
                 squares += square
         if HAS_NORM:
-            scale = _scale(squares, eps, K, BLOCK_N, BLOCK_M, end)
+            scale = _scale(squares, eps, K, SCALED, BLOCK_M, end)
+    return acc, up, scale
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_sm90_kernel(
+    w_desc, x_ptr, norm_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, stride_xm, stride_rm, eps,
+    K: gl.constexpr, HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    X_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    SLICES: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """w_desc: the weight; with SLICES as [K / 64, outputs, 64] in boxes of [STAGE_CHUNKS, BLOCK_N, 64], else [outputs, K] in boxes of
+    [BLOCK_N, 64]. n: outputs; with GATED the up rows stand n after the gate's. X_ROWS: of x that are read, 1 or BLOCK_M. PIECE: chunks of x
+    that are brought at once, whole stages."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    end: gl.constexpr = _end_layout(BLOCK_N, gl.num_warps(), SLICES)
+    first = gl.program_id(0) * BLOCK_N
+    memory = start(w_desc, first, n, dtype, K, GATED, X_ROWS, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE)
+    offs_m, offs_k, norm = first_x(norm_ptr, K, HAS_NORM, X_ROWS, PIECE)
+    x_ptrs = x_ptr + (offs_m.to(gl.int64) * stride_xm + offs_k)
+    end_n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, end))
+    end_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, end))
+    mask = (end_n < n)[:, None] & (end_m < rows)[None, :]
+    enter(PDL)
+    x = gl.load(x_ptrs, mask=(offs_m < rows) & (offs_k < K), other=0.0)
+    residual = mask
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + (end_m.to(gl.int64) * stride_rm)[None, :] + end_n[:, None], mask=mask, other=0.0)
+    acc, up, scale = products(
+        w_desc, memory, x, norm, x_ptrs, norm_ptr, offs_m, offs_k, rows, first, n, eps,
+        K, HAS_NORM, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE, BLOCK_N, end,
+    )  # fmt: skip
     if SLICES:
         y = gl.sum(gl.convert_layout(acc, end.parent), 0)
     else:
         y = gl.convert_layout(acc, end)
-    y = _rounded(y, scale, bias_ptr, end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
+    y = rounded(y, scale, bias_ptr, end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
     if GATED:
         if SLICES:
             y_up = gl.sum(gl.convert_layout(up, end.parent), 0)
         else:
             y_up = gl.convert_layout(up, end)
-        y_up = _rounded(y_up, scale, bias_ptr, n + end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
+        y_up = rounded(y_up, scale, bias_ptr, n + end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
         gate = y.to(gl.float32)
         y = (gate / (1.0 + gl.exp(-gate)) * y_up.to(gl.float32)).to(dtype)
     if HAS_RESIDUAL:

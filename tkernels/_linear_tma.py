@@ -50,7 +50,7 @@ def _x_lines(tile: Tile, rows: int) -> int:
     return 1 if rows == 1 and tile.slices > 1 else tile.block_m(rows)
 
 
-def _piece(tile: Tile, rows: int, k: int) -> int:
+def piece_chunks(tile: Tile, rows: int, k: int) -> int:
     """Chunks of x that are brought at once, whole stages: all where they take 32 KiB at most; else half as much, or with many rows, whose
     loads are many, as much. Powers of two."""
     stage, lines = tile.block_k // CHUNK, _x_lines(tile, rows)
@@ -61,7 +61,7 @@ def _piece(tile: Tile, rows: int, k: int) -> int:
 
 def shared_bytes(tile: Tile, rows: int, k: int, gated: bool) -> int:
     """Shared memory of a program, but for barriers and what the norm takes."""
-    piece = _piece(tile, rows, k)
+    piece = piece_chunks(tile, rows, k)
     x = piece * _x_lines(tile, rows) * _LINE * (2 if piece * CHUNK < k else 1)
     return tile.num_stages * tile.block_k * tile.block_n * (4 if gated else 2) + x
 
@@ -96,6 +96,6 @@ def launch(
         described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box))),
         x, norm_weight, bias, residual, y, rows, n, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         k, norm_weight is not None, bias is not None, gated, residual is not None,
-        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, _piece(tile, rows, k),
+        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, piece_chunks(tile, rows, k),
         num_warps=tile.num_warps,
     )  # fmt: skip

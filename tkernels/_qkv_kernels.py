@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tkernels import _dependent
+from tkernels import _dependent, _qkv_tma
 from tkernels._dependent import prefetch_rows, wait
 from tkernels._linear_kernels import Tile, workspace
 from tkernels._linear_sums import (
@@ -244,6 +244,13 @@ def run_length(tile: Tile, head_dim: int, rot_dim: int, interleaved: bool) -> in
     return run if tile.block_n >= 2 else 0
 
 
+def takes(tile: Tile, weight: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rot_dim: int, interleaved: bool) -> bool:
+    """Whether a tile can rotate and store what it projects."""
+    if tile.kind == "tma":
+        return _qkv_tma.refusal(tile, weight, k_cache, v_cache, rot_dim, interleaved) is None
+    return run_length(tile, k_cache.shape[3], rot_dim, interleaved) > 0
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -259,7 +266,11 @@ def launch(
     q: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Run one tile, whose ``run_length`` is not 0, for 1 to 64 rows; q [rows, heads, head_dim] contiguous; unchecked."""
+    """Run one tile that ``takes`` the call, for 1 to 64 rows; q [rows, heads, head_dim] contiguous; unchecked."""
+    if tile.kind == "tma":
+        assert not interleaved
+        _qkv_tma.launch(x, weight, bias, norm_weight, eps, positions, cos_sin, k_cache, v_cache, slots, q, tile)
+        return
     rows, k = x.shape
     pages, page_size, kv_heads, head_dim = k_cache.shape
     n, rot_dim = weight.shape[0], cos_sin.shape[1]

@@ -62,8 +62,7 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     """The tile for a call, or None: a function of the device, the dtype and the shape only.
 
     variant: "plain", "residual" (added at the end), "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope". With a residual
-    or a rotation the tile is that of what is without it, where it was not measured itself; a "tma" tile has no rotation. n: rows of the
-    weight.
+    or a rotation the tile is that of what is without it, where it was not measured itself. n: rows of the weight.
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -73,7 +72,7 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     tile = table.get((variant, *shape))
     if tile is not None and tile.kind != "vector" and dtype == torch.float16 and "norm" in variant:
         return None  # it rounds x · norm_weight before it knows x's scale, and fp16 would overflow where an activation is large
-    if tile is not None and tile.kind == "tma" and (rope or _linear_tma.absence(target.arch)):
+    if tile is not None and tile.kind == "tma" and _linear_tma.absence(target.arch):
         return None
     return tile
 

@@ -7,7 +7,8 @@ projection takes outputs together with their partners in the rotation, so it can
 tile is the one that ``linear`` takes for the same call, and then the bits are those of ``linear`` followed by ``rope_and_cache``; unless
 the table has a tile of this op's own ("rope", "norm+rope").
 
-Where ``linear`` has no tile, and with QK-norm (which needs whole heads) or scales, this op is those two, one after the other.
+Where ``linear`` has no tile, or one that cannot rotate what the call wants rotated, and with QK-norm (which needs whole heads) or scales,
+this op is those two, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from tkernels._checks import checked
 from tkernels._op import define
-from tkernels._qkv_kernels import launch, run_length
+from tkernels._qkv_kernels import launch, takes
 from tkernels._rope_kernels import launch as launch_rope
 from tkernels._target import target_of
 from tkernels.linear import MAX_ROWS, check, choose_with_norm, linear, linear_ref, streamable, streamed
@@ -88,12 +89,12 @@ def _fused(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
     positions: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, interleaved: bool,
 ) -> torch.Tensor | None:  # fmt: skip
-    """In one kernel, or two with a norm of its own; None where no tile holds partners together."""
+    """In one kernel, or two with a norm of its own; None where no tile takes the call."""
     (rows, k), n = x.shape, weight.shape[0]
     if not 0 < rows <= MAX_ROWS or not n or not streamable(x, weight, bias):
         return None
     tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "rope", norm_weight is not None, rows, n, k)
-    if tile is None or not run_length(tile, k_cache.shape[3], cos_sin.shape[1], interleaved):
+    if tile is None or not takes(tile, weight, k_cache, v_cache, cos_sin.shape[1], interleaved):
         return None
     if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None

@@ -185,6 +185,10 @@ positions, slots, angles = zeros(4, dtype=torch.int64), zeros(4, dtype=torch.int
 for tile in (Tile("vector", 4, 256, 1, 4, 1), Tile("matrix", 64, 64, 1, 4, 3), Tile("matrix", 16, 32, 4, 4, 3), direct):
     scale = None if tile == direct else norm
     launch_qkv(x, zeros(1536, 512), zeros(1536), scale, 1e-6, positions, angles, cache, cache, slots, False, heads, tile)
+for tile in (Tile("tma", 16, 256, 4, 4, 2), Tile("tma", 64, 64, 1, 4, 3)):
+    for rows in (1, 4):
+        tokens = (positions[:rows], angles, cache, cache, slots[:rows])
+        launch_qkv(x[:rows], zeros(1536, 512), zeros(1536), norm, 1e-6, *tokens, False, heads[:rows], tile)
 decode = importlib.import_module("tkernels.attention.decode")
 decode.target_of = lambda device: SimpleNamespace(arch="sm_90", num_sms=132, has_fp8=True)
 decode.counters = lambda count, device: torch.zeros(count, dtype=torch.int32)
@@ -230,11 +234,12 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "_rope_kernel",
         "_vector_qkv_kernel",
         "_matrix_qkv_kernel",
+        "qkv_sm90_kernel",
         "decode_kernel",
         "_prefix_kernel",
         "_merge_kernel",
     }
-    pipelined, beside = set(), 0
+    pipelined, ranks, beside = set(), set(), 0
     for name, asked, metadata, ptx in kernels:
         assert asked and metadata
         if asked == _dependent.BESIDE:  # it waits where it ends, in every way to its end
@@ -249,11 +254,11 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         assert not re.search(r"^\s*(@%p\d+\s+)?(bra|ret)\b", before, re.M), f"{name}: a program might leave before it waits"
         touched = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.:]+[^;]*;", before)
         weights = {"_vector_kernel": {"2"}, "_vector_qkv_kernel": {"2"}, "_rms_norm_kernel": {"1", "2"}}  # parameters; no pointer is absent
-        if (
-            name == "linear_sm90_kernel"
-        ):  # its weights come by descriptor, the first parameter, beside whose sizes x and the norm stand next
+        if name.endswith("_sm90_kernel"):  # weights come by descriptor, the first parameter, beside whose sizes x and the norm stand next
             copies = [load for load in touched if load.startswith("cp.async.bulk.tensor")]
-            numbers = {"3d": {"8"}, "2d": {"6"}}["3d" if ".3d." in copies[0] else "2d"]
+            (rank,) = {int(re.findall(r"\.(\d)d\.", load)[0]) for load in copies}
+            numbers = {str(2 * rank + 2)}
+            ranks.add((name, rank))
             assert set.union(*(_pointers_of(load, before) for load in touched if load not in copies)) == numbers, (name, touched)
             continue
         direct = name.startswith("_matrix") and "cp.async" not in ptx  # without a norm, so the weights come right after x
@@ -264,4 +269,5 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         assert ("prefetch.global.L2" in before) == (name.startswith("_matrix") and not direct)
         pipelined.add((name, not direct))
     assert beside == 1
+    assert ranks == {("linear_sm90_kernel", 2), ("linear_sm90_kernel", 3), ("qkv_sm90_kernel", 3), ("qkv_sm90_kernel", 4)}
     assert {(name, kind) for name in ("_matrix_kernel", "_matrix_qkv_kernel") for kind in (True, False)} <= pipelined

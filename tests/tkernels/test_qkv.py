@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from oracle import FP8, assert_close_to_exact
+from qkv_cases import EPS, make_case, same
 
 import tkernels
-from tkernels import _linear_kernels, _repeats, _rope_kernels, _target, qkv
+from tkernels import _linear_kernels, _repeats, _target, qkv
 from tkernels._linear_kernels import Tile
 from tkernels._qkv_kernels import launch, run_length
 from tkernels.linear import choose
@@ -27,61 +28,6 @@ TILES = [
 ]  # fmt: skip
 # (heads, kv_heads, head_dim, rot_dim), interleaved: heads that a tile straddles, partial rotary, odd halves, no query head
 SHAPES = [((1, 1, 16, 16), False), ((1, 1, 12, 8), False), ((1, 2, 20, 20), False), ((0, 1, 6, 6), False), ((1, 1, 12, 8), True)]
-PAGES, PAGE_SIZE, POSITIONS, EPS = 9, 8, 8, 1e-5
-
-
-@dataclasses.dataclass
-class Case:
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    norm: torch.Tensor | None
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    caches: list[torch.Tensor]
-    slots: torch.Tensor
-    heads: tuple[int, int, int]
-
-    def arguments(self, caches: list[torch.Tensor]) -> tuple[Any, ...]:
-        return self.x, self.weight, self.bias, self.norm, self.positions, self.cos_sin, *caches, self.slots
-
-    def empty(self) -> list[torch.Tensor]:
-        return [cache.clone() for cache in self.caches]
-
-    def rotated(self, y: torch.Tensor, caches: list[torch.Tensor], interleaved: bool) -> torch.Tensor:
-        """By the kernel of rope_and_cache, from a projection."""
-        q, k, v = y.view(y.shape[0], -1, caches[0].shape[3]).split(self.heads, 1)
-        return _rope_kernels.launch(
-            q, k, v, self.positions, self.cos_sin, None, *caches, self.slots, None, None, EPS, 0.0, None, None, interleaved
-        )
-
-
-def _case(rows: int, shape: tuple[int, ...], device: torch.device, *, bias: bool = False, norm: bool = False, k: int = 96,
-          dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None) -> Case:  # fmt: skip
-    """Positions up to the table's end and one past it, slots in any order with padding, x and weight as slices, caches with a pattern."""
-    heads, kv_heads, dim, rot_dim = shape
-    n = (heads + 2 * kv_heads) * dim
-    positions = torch.randint(0, POSITIONS, (rows,), device=device)
-    slots = torch.randperm(PAGES * PAGE_SIZE, device=device)[:rows]
-    if rows > 2:
-        positions[-2:] = torch.tensor([POSITIONS - 1, POSITIONS])
-        slots[:2] = torch.tensor([-1, PAGES * PAGE_SIZE])
-    return Case(
-        torch.randn(rows, 2 * k + 8, device=device).to(dtype)[:, 8 : 8 + k],
-        torch.randn(n, k + 8, device=device).to(dtype)[:, :k] / k**0.5,
-        torch.randn(n, device=device).to(dtype) if bias else None,
-        torch.randn(k, device=device).to(dtype) if norm else None,
-        positions,
-        torch.randn(POSITIONS, rot_dim + 2, device=device)[:, :rot_dim],
-        [torch.full((PAGES, PAGE_SIZE, kv_heads, dim), 3.0, device=device).to(cache_dtype or dtype) for _ in "kv"],
-        slots,
-        (heads, kv_heads, kv_heads),
-    )
-
-
-def _same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Bit for bit, any NaN like another."""
-    return got.shape == want.shape and torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
@@ -101,15 +47,15 @@ def _forgotten() -> Iterator[None]:
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kind}-{t.block_n}-{t.slices}-{t.num_stages}-{t.splits}")
 def test_bits_are_those_of_the_two_kernels(tile: Tile, shape: tuple[int, ...], interleaved: bool, device: torch.device) -> None:
     for rows in (1, 2, 3) if tile.kind == "vector" else (7, 9) if tile.num_stages == 1 else (17,):
-        case = _case(rows, shape, device, bias=rows != 2, norm=tile.splits == 1 and rows != 1, k=72)
+        case = make_case(rows, shape, device, bias=rows != 2, norm=tile.splits == 1 and rows != 1, k=72)
         ours, theirs = case.empty(), case.empty()
         x, weight, bias, norm, *rest = case.arguments(ours)
         q = torch.full((rows, shape[0], shape[2]), float("nan"), dtype=x.dtype, device=device)
         launch(x, weight, bias, norm, EPS, *rest, interleaved, q, tile)
         y = torch.full((rows, weight.shape[0]), float("nan"), dtype=x.dtype, device=device)
         _linear_kernels.launch(x, weight, bias, norm, None, False, EPS, y, tile)
-        assert _same(q, case.rotated(y, theirs, interleaved))
-        assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True))
+        assert same(q, case.rotated(y, theirs, interleaved))
+        assert all(same(got, want) for got, want in zip(ours, theirs, strict=True))
         if rows > 2:
             assert q[-1].isnan().any() or not q.numel()  # its position is outside the table
             assert not q[:-1].isnan().any()
@@ -133,21 +79,21 @@ def test_bits_at_the_sizes_of_models(
     for tile in (*(VECTORS if rows <= 4 else MATRICES if rows <= 16 else MATRICES[:-1]), None):
         _use(monkeypatch, tile)
         for bias in (False, True):
-            case = _case(rows, shape, device, bias=bias, norm=True, k=k)
+            case = make_case(rows, shape, device, bias=bias, norm=True, k=k)
             if bias:  # rows of x as models have them; without, rows that start anywhere
                 case.x = case.x.contiguous()
             ours, theirs = case.empty(), case.empty()
             q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS, interleaved=interleaved)
             y = tkernels.linear(case.x, case.weight, case.bias, norm_weight=case.norm, eps=EPS)
-            assert _same(q, case.rotated(y, theirs, interleaved)), (tile, bias)
-            assert all(_same(got, want) for got, want in zip(ours, theirs, strict=True)), (tile, bias)
+            assert same(q, case.rotated(y, theirs, interleaved)), (tile, bias)
+            assert all(same(got, want) for got, want in zip(ours, theirs, strict=True)), (tile, bias)
 
 
 @pytest.mark.parametrize("tile", [TILES[1], TILES[2], None], ids=["vector", "matrix", "composed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_is_as_exact_as_the_reference(tile: Tile | None, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, tile)
-    case = _case(3, (3, 1, 16, 16), device, bias=True, norm=True, dtype=dtype)
+    case = make_case(3, (3, 1, 16, 16), device, bias=True, norm=True, dtype=dtype)
     case.positions[-1] = 0
     ours, low, wide = case.empty(), case.empty(), [cache.double() for cache in case.caches]
     q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
@@ -163,26 +109,26 @@ def test_is_as_exact_as_the_reference(tile: Tile | None, dtype: torch.dtype, dev
 def test_b105_caches_of_another_dtype(cache_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded from the rounded projection, as rope_and_cache does; scales are divided by there."""
     _use(monkeypatch, TILES[2])
-    case = _case(3, (2, 1, 16, 16), device, cache_dtype=cache_dtype)
+    case = make_case(3, (2, 1, 16, 16), device, cache_dtype=cache_dtype)
     for scales in ({}, {"k_scale": torch.tensor([0.5], device=device), "v_scale": torch.tensor([4.0], device=device)}):
         ours, theirs = case.empty(), case.empty()
         q = tkernels.linear_rope_and_cache(*case.arguments(ours), **scales)
         heads = tkernels.linear(case.x, case.weight).view(3, -1, 16).split(case.heads, 1)
         want = tkernels.rope_and_cache(*heads, case.positions, case.cos_sin, *theirs, case.slots, **scales)
-        assert _same(q, want) and all(_same(got, cache) for got, cache in zip(ours, theirs, strict=True))
+        assert same(q, want) and all(same(got, cache) for got, cache in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("tile", [TILES[2], None], ids=["tile", "cuBLAS"])
 def test_qk_norm_is_composed(tile: Tile | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, tile)
     monkeypatch.setattr(qkv, "launch", lambda *_: pytest.fail("a program does not hold whole heads"))
-    case = _case(2, (2, 1, 16, 16), device)
+    case = make_case(2, (2, 1, 16, 16), device)
     weights = {name: torch.rand(16, device=device).bfloat16() for name in ("q_weight", "k_weight")}
     ours, theirs = case.empty(), case.empty()
     q = tkernels.linear_rope_and_cache(*case.arguments(ours), **weights, weight_offset=1.0)
     heads = tkernels.linear(case.x, case.weight).view(2, -1, 16).split(case.heads, 1)
     want = tkernels.rope_and_cache(*heads, case.positions, case.cos_sin, *theirs, case.slots, **weights, weight_offset=1.0)
-    assert _same(q, want) and all(_same(got, cache) for got, cache in zip(ours, theirs, strict=True))
+    assert same(q, want) and all(same(got, cache) for got, cache in zip(ours, theirs, strict=True))
 
 
 def test_a_qk_norm_after_a_tile_is_repeated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +136,14 @@ def test_a_qk_norm_after_a_tile_is_repeated(device: torch.device, monkeypatch: p
     monkeypatch.setattr(_repeats, "ENABLED", True)
     _use(monkeypatch, TILES[2])
     for _ in range(4):
-        case = _case(3, (2, 1, 16, 16), device, norm=True)
+        case = make_case(3, (2, 1, 16, 16), device, norm=True)
         weights = {name: torch.rand(16, device=device).bfloat16() for name in ("q_weight", "k_weight")}
         ours, theirs = case.empty(), case.empty()
         q = tkernels.linear_rope_and_cache(*case.arguments(ours), **weights)
         monkeypatch.setattr(_repeats, "ENABLED", False)
         want = tkernels.linear_rope_and_cache(*case.arguments(theirs), **weights)
         monkeypatch.setattr(_repeats, "ENABLED", True)
-        assert _same(q, want) and all(_same(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert same(q, want) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
     (plan,) = [plan for table in _repeats._tables for plan in table.values()]
     assert isinstance(plan, _repeats._Plan) and len(plan.launches) == 2
 
@@ -205,15 +151,15 @@ def test_a_qk_norm_after_a_tile_is_repeated(device: torch.device, monkeypatch: p
 def test_row_does_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a row class: other classes may have other tiles."""
     _use(monkeypatch, TILES[3])
-    case = _case(16, (3, 1, 16, 16), device, norm=True)
+    case = make_case(16, (3, 1, 16, 16), device, norm=True)
     whole = case.empty()
     q = tkernels.linear_rope_and_cache(*case.arguments(whole))
     for last in (9, 12):
         part = dataclasses.replace(case, x=case.x[:last], positions=case.positions[:last], slots=case.slots[:last])
         alone = part.empty()
-        assert _same(tkernels.linear_rope_and_cache(*part.arguments(alone)), q[:last])
+        assert same(tkernels.linear_rope_and_cache(*part.arguments(alone)), q[:last])
         for slot in part.slots[2:].tolist():
-            assert all(_same(a.flatten(0, 1)[slot], w.flatten(0, 1)[slot]) for a, w in zip(alone, whole, strict=True))
+            assert all(same(a.flatten(0, 1)[slot], w.flatten(0, 1)[slot]) for a, w in zip(alone, whole, strict=True))
 
 
 def test_one_launch_with_the_norm_and_two_without(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,20 +168,20 @@ def test_one_launch_with_the_norm_and_two_without(device: torch.device, monkeypa
     for splits, launches in ((1, 1), (2, 2)):
         _use(monkeypatch, Tile("matrix", 16, 32, 1, 4, 2, splits=splits))
         for _ in range(4):
-            case = _case(3, (2, 1, 16, 16), device, norm=True)
+            case = make_case(3, (2, 1, 16, 16), device, norm=True)
             ours, theirs = case.empty(), case.empty()
             q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
             monkeypatch.setattr(_repeats, "ENABLED", False)
             y = tkernels.linear(case.x, case.weight, norm_weight=case.norm, eps=EPS)
             monkeypatch.setattr(_repeats, "ENABLED", True)
-            assert _same(q, case.rotated(y, theirs, False)) and all(_same(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert same(q, case.rotated(y, theirs, False)) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
         (plan,) = [plan for table in _repeats._tables for plan in table.values()]
         assert isinstance(plan, _repeats._Plan) and len(plan.launches) == launches
 
 
 def test_b098_pages_past_32_bits(device: torch.device) -> None:
     """Page 2 starts 2**31 elements into the cache. On the CPU memory that is never touched is never allocated."""
-    case = _case(2, (1, 1, 16, 16), device, cache_dtype=FP8)
+    case = make_case(2, (1, 1, 16, 16), device, cache_dtype=FP8)
     far = [torch.empty(2**31 + 64, dtype=FP8, device=device).as_strided((3, 2, 1, 16), (2**30, 16, 16, 1)) for _ in "kv"]
     near = [torch.zeros(3, 2, 1, 16, device=device).to(FP8) for _ in "kv"]
     slots, results = torch.tensor([4, 5], device=device), []
@@ -243,7 +189,7 @@ def test_b098_pages_past_32_bits(device: torch.device) -> None:
         q = torch.empty(2, 1, 16, dtype=case.x.dtype, device=device)
         launch(case.x, case.weight, None, None, EPS, case.positions, case.cos_sin, *caches, slots, False, q, TILES[2])
         results.append(q)
-    assert _same(*results) and all(torch.equal(f[2].float(), n[2].float()) for f, n in zip(far, near, strict=True))
+    assert same(*results) and all(torch.equal(f[2].float(), n[2].float()) for f, n in zip(far, near, strict=True))
 
 
 def test_runs_of_partners() -> None:
@@ -280,7 +226,7 @@ def test_a_table_says_where_the_composition_won(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_errors_name_the_argument(device: torch.device) -> None:
-    case = _case(2, (2, 1, 16, 16), device)
+    case = make_case(2, (2, 1, 16, 16), device)
     names = ("x", "weight", "bias", "norm_weight", "positions", "cos_sin", "k_cache", "v_cache", "slot_mapping")
     right = dict(zip(names, case.arguments(case.caches), strict=True))
     wrong: list[tuple[str, Any, type[Exception], str]] = [

@@ -1,0 +1,70 @@
+"""``linear_rope_and_cache`` in tiles of kind "tma": where they can be used, and their launch. The kernel is in ``_qkv_sm90``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tkernels import _dependent, _linear_tma
+from tkernels._checks import FLOATS
+from tkernels._linear_tma import CHUNK, piece_chunks
+from tkernels._tma import described
+
+if TYPE_CHECKING:
+    from tkernels._linear_kernels import Tile
+
+
+def refusal(tile: Tile, weight: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rot_dim: int, interleaved: bool) -> str | None:
+    """Why such a tile cannot rotate and store what it projects, or None; where it can be used at all (``_linear_tma.absence``)."""
+    head_dim = k_cache.shape[3]
+    if interleaved:
+        return "interleaved: expected partners half a head apart"
+    if rot_dim != head_dim:
+        return f"{rot_dim} of {head_dim} elements of a head are rotated: expected all"
+    if head_dim % tile.block_n:
+        return f"heads of {head_dim}: expected a multiple of block_n, {tile.block_n}, since a program is of one head"
+    for cache in (k_cache, v_cache):
+        if cache.dtype not in FLOATS:
+            return f"a cache of {str(cache.dtype).removeprefix('torch.')}: expected float16, bfloat16 or float32"
+    return _linear_tma.refusal(weight)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """As ``launch`` of ``_qkv_kernels``, where neither ``absence`` nor ``refusal`` has anything to say."""
+    from triton.experimental.gluon import language as gl
+
+    from tkernels._qkv_sm90 import qkv_sm90_kernel
+
+    rows, k = x.shape
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    n, half, pairs = weight.shape[0], head_dim // 2, tile.block_n // 2
+    block_m, chunks = tile.block_m(rows), tile.block_k // CHUNK
+    slices = tile.slices if tile.slices > 1 else 0
+    box, shape = [2, pairs, CHUNK], [n // half, half, k]
+    strides = [half * weight.stride(0), weight.stride(0), 1]
+    if slices:  # the boxes' lines of one chunk lie together
+        box, shape, strides = [chunks, *box], [k // CHUNK, *shape[:2], CHUNK], [CHUNK, *strides]
+    _dependent.launch(
+        qkv_sm90_kernel, (n // tile.block_n,), x.device,
+        described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box))),
+        x, norm_weight, bias, q, k_cache, v_cache, positions, cos_sin, slots,
+        rows, x.stride(0), eps, q.shape[1], kv_heads, cos_sin.shape[0], pages * page_size,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], positions.stride(0), cos_sin.stride(0), slots.stride(0),
+        max(page_size, 1), head_dim, k, norm_weight is not None, bias is not None,
+        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, piece_chunks(tile, rows, k),
+        num_warps=tile.num_warps,
+    )  # fmt: skip
