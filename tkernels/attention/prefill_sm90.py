@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
+from tkernels._counters import counters, stood
 from tkernels._target import target_of
 from tkernels._triton import next_power_of_2
 from tkernels.attention import _sm90
@@ -125,13 +125,14 @@ def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, mi
         return None
     # sum of ceil(query_len / _TILE) over at most tokens // min_query sequences
     items = (num_tokens // _TILE + min(x.num_seqs, num_tokens // min_query)) * x.heads
+    counter = counters(1, out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     box = boxes(x.q.dtype, x.dim, x.page_size)
     return _dependent.launch(
         prefill_sm90_kernel, (min(target_of(out.device).num_sms, items),), out.device,
         _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
-        _sm90.descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counters(1, out.device),
+        _sm90.descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counter,
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        **constants(x, lse is not None, min_query), num_warps=4, place=place,
+        **constants(x, lse is not None, min_query), num_warps=4, place=place if stood(counter) else _dependent.ALONE,
     )  # fmt: skip
