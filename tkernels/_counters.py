@@ -3,7 +3,7 @@
 Two launches that may run at once need counters of their own. Eager calls take turns on a ring, so large that two streams, each with
 as many launches queued as a device takes, do not meet on it. A captured call keeps its own for good, since its graph may be replayed at
 any time beside others, and so does a bound one (``_launch.bind``). None of these lies in a graph's pool. When those to keep run out, or
-a launch needs very many, fresh ones are zeroed by a memset, which a captured call repeats as a node of its graph.
+a launch needs very many, fresh ones are zeroed by a launch of torch's, which a captured call repeats as a node of its graph.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class _Words:
         self._next += count
         return self._ring, self._next - count
 
+    def holds(self, words: torch.Tensor) -> bool:
+        return words.untyped_storage().data_ptr() in (self._ring.data_ptr(), self._kept.data_ptr())
+
     def keep(self, count: int) -> Place | None:
         if self._taken + count > CAPTURED_WORDS:
             return None
@@ -60,6 +63,12 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     words, start = place
     return lend(words[start : start + count], again)
+
+
+def stood(words: torch.Tensor) -> bool:
+    """Whether these ``counters`` were there before they were asked for. Else something has just been launched that zeroes them, and what
+    counts with them must not begin before that has ended."""
+    return words.device.type != "cuda" or any(held.holds(words) for held in tuple(_words.values()))
 
 
 def _address(count: int, device: torch.device) -> int | torch.Tensor:

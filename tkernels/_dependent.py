@@ -7,13 +7,15 @@ every program, also in those that depart early: before ``wait`` nothing is read 
 still be read by the kernel before. ``wait`` then also lets the next kernel begin: not earlier, or that one could overtake two
 kernels, and what it waits for would not be all that came before it.
 
-Only launches that are captured in a graph are made so. Eager ones gain nothing, as the host is slower than the gap, and a weight that
+Only captured launches are made so. Eager ones gain nothing, as the host is slower than the gap, and a weight that
 has just been written (a cast, a load) would be read too early. Hence what is required of a captured step: it does not itself write a weight
 that ``rms_norm``, ``linear`` or ``linear_rope_and_cache`` reads in it. The arithmetic is the same, and so are the bits.
 
-Beside that, and always on: kernels that one op launches for different rows of its output run beside each other. The first
-one of such a set waits like any kernel; the others do not, as what they read was there before the first, but they end no earlier than
-the one before them. So when the last one has ended all have.
+Beside that, and always on, captured or not: kernels that one op launches for different rows of its output, a set, run beside each
+other. The first one begins like any kernel; the others wait for nothing before they begin, as what they read was there before the first,
+but they end no earlier than the one before them. So when the last one has ended all have. Hence, for who launches a set: its first kernel
+is never left out; each has temporaries and counters of its own, which live until the last one was launched; and nothing that one of them
+reads is written between their launches. Where it is (counters that torch has just zeroed: ``_counters.stood``), that one is ALONE.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from tkernels._triton import HAVE_TRITON, INTERPRETED, tl, triton
 
 if HAVE_TRITON and not INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-else:  # never called: PDL is false there
+else:  # never called: PDL is 0 there
 
     def gdc_wait() -> None: ...
 
     def gdc_launch_dependents() -> None: ...
 
 
-ALONE, FIRST, BESIDE = 0, 1, 2  # a kernel by itself, the first one of a set, another one of it
+ALONE, FIRST, BESIDE = 0, 1, 2  # a kernel by itself, the first one of a set, another one of it; a dependent one by itself has PDL=FIRST
 _wanted = False
 
 
@@ -58,10 +60,12 @@ enable(os.environ.get("TKERNELS_PDL", "0") in ("1", "true", "True"))
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, place: int = ALONE, **options: Any) -> Any:
     """``kernel[grid](*args, **options)`` with its ``PDL``, and with the launch attribute where it applies. Returns the compiled kernel.
 
-    place: ALONE, or which one of a set it is: their temporaries must live until the last one was launched.
+    place: ALONE, or which one of a set it is.
     """
     if INTERPRETED or not _supported(device):
         return kernel[grid](*args, PDL=ALONE, **options)
+    if place == BESIDE and torch.are_deterministic_algorithms_enabled():  # then torch.empty may write too: to this one's temporaries
+        place = ALONE
     if place == BESIDE:
         return kernel[grid](*args, PDL=BESIDE, launch_pdl=True, **options)
     if _wanted and torch.cuda.is_current_stream_capturing():

@@ -43,13 +43,23 @@ def test_a_launch_of_very_many_counters_gets_fresh_ones(on_a_device: torch.devic
     assert len({words.data_ptr() for words in many}) == 65
 
 
+def test_those_that_stood_are_told_from_those_that_a_launch_has_just_zeroed(on_a_device: torch.device, monkeypatch) -> None:
+    turn = counters(8, on_a_device)
+    monkeypatch.setattr(_counters, "is_binding", lambda: True)
+    kept, words = counters(8, on_a_device), _counters._words[on_a_device]
+    monkeypatch.setattr(_counters, "CAPTURED_WORDS", 8)
+    assert [words.holds(x) for x in (turn, kept, counters(8, on_a_device))] == [True, True, False]
+
+
 @pytest.mark.gpu
 def test_captured_calls_keep_theirs_and_eager_calls_take_turns() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     eager = {counters(32, device).data_ptr() for _ in range(1000)}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [counters(32, device).data_ptr() for _ in range(100)]
+        held = [counters(32, device) for _ in range(100)]
+    kept = [words.data_ptr() for words in held]
+    assert all(map(_counters.stood, held))
     assert len(eager) == 1000 and len(set(kept)) == 100 and not eager & set(kept)
 
 
@@ -65,13 +75,14 @@ def test_bound_calls_keep_theirs() -> None:
 
 
 @pytest.mark.gpu
-def test_when_none_are_left_a_captured_memset_zeroes_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_none_are_left_a_captured_launch_zeroes_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     counters(8, device)
     monkeypatch.setattr(_counters, "CAPTURED_WORDS", 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fresh = counters(8, device)
+    assert not _counters.stood(fresh)
     fresh.fill_(1)
     graph.replay()
     assert not fresh.any()

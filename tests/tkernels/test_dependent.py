@@ -82,6 +82,11 @@ def test_kernels_of_a_set_run_beside_each_other_captured_or_not(on_a_device: Any
     beside = {"PDL": _dependent.BESIDE, "launch_pdl": True, "num_warps": 4}
     assert _launches(_dependent.FIRST)[-1] == ("launch", first | {"launch_pdl": True} if wanted and capturing else first)
     assert _launches(_dependent.BESIDE) == [("launch", beside)]
+    torch.use_deterministic_algorithms(True)  # torch.empty then launches what fills temporaries
+    try:
+        assert _launches(_dependent.BESIDE) == _launches(_dependent.ALONE)
+    finally:
+        torch.use_deterministic_algorithms(False)
     on_a_device.arch = "sm_80"
     for place in (_dependent.FIRST, _dependent.BESIDE):
         assert _launches(place) == [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]

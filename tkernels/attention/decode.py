@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
+from tkernels._counters import counters, stood
 from tkernels._target import target_of
 from tkernels._triton import cdiv, next_power_of_2
 from tkernels.attention._common import FP8, LOG2_E
@@ -87,7 +87,8 @@ def decode(
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, LEAVES=leaves, LEAVES_MULTI=_LEAVES_MULTI, BRANCH=_BRANCH, BY_RANGE=by_range,
-        SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, place=place,
+        SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages, num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+        place=place if stood(arrivals) else _dependent.ALONE,
     )  # fmt: skip
     return [parts, states]
 

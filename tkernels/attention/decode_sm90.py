@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
+from tkernels._counters import counters, stood
 from tkernels._target import target_of
 from tkernels._triton import next_power_of_2
 from tkernels.attention import _sm90
@@ -93,15 +93,16 @@ def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, pla
     rows = owners * x.kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"]
     parts = torch.empty((rows, constant["DIM"]), dtype=torch.float32, device=out.device)
     states = torch.empty((rows, 2), dtype=torch.float32, device=out.device)
+    arrivals = counters(owners * x.kv_heads, out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     box = boxes(x.q.dtype, x.dim, x.page_size, constant["GROUP_ROWS"])
     _dependent.launch(
         decode_sm90_kernel, (grid,), out.device,
         _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
         out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale, parts, states,
-        counters(owners * x.kv_heads, out.device),
+        arrivals,
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.k_scale_stride, x.v_scale_stride, x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        **constant, num_warps=4, place=place,
+        **constant, num_warps=4, place=place if stood(arrivals) else _dependent.ALONE,
     )  # fmt: skip
     return [parts, states]

@@ -1,7 +1,7 @@
 """Paged attention: decode, prefill over a cached prefix and mixed batches in one op, and its form that writes into a given output.
 
-Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py; on Hopper 2
-to 8 decode_sm90.py (e4m3 caches: 1 decode_fp8_sm90.py), more prefill_sm90.py, where they take the call.
+Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py. On Hopper,
+where they take the call: 2 to 8 decode_sm90.py, 1 over an e4m3 cache decode_fp8_sm90.py, more prefill_sm90.py.
 ``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
 """
 
@@ -60,7 +60,7 @@ def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_le
 
     Several launches are a set (_dependent.py): each fills what the one before leaves of the device, and an empty one costs little. That
     of prompts is the last: its programs take tiles as they come, so they even out where the ranges of decode end. Returns the
-    temporaries, which must outlive the launch of the set's last kernel.
+    temporaries, which must outlive the launch of the set's last kernel. With more than QUERY_LEN there always is a FIRST one.
     """
     arch = target_of(out.device).arch
     if decode_fp8_sm90.refusal(inputs, arch) is None:
@@ -186,8 +186,8 @@ def paged_attention(
     """out[t, h] = Σ_k softmax_k(scale · q[t, h] · K[k, h]) · V[k, h] over the keys of the sequence of token t.
 
     q: [tokens, heads, dim] fp16, bf16, fp32 or float8_e4m3fn, any strides with the last 1; dim 1 to 256; heads a multiple of kv_heads.
-        The scale of e4m3 queries is part of ``scale``. On Hopper they are what makes prefill over an e4m3 cache faster than bf16: there
-        the softmax weights are rounded to e4m3 too, at most 1/16 of each.
+        The scale of e4m3 queries is part of ``scale``. They want an e4m3 cache, and prefill on Hopper then multiplies 8 bits: faster
+        than bf16, but softmax weights are rounded to e4m3 too, each by up to 1/16 of itself.
     k_cache, v_cache: [pages, page_size, kv_heads, dim] like q, or float8_e4m3fn; any strides with the last 1; page_size 1 to 256.
     block_table: [seqs, max_pages] int32, page ids; entries past a sequence's last page are not read;
         max_pages · page_size at most 2**30.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
+from tkernels._counters import counters, stood
 from tkernels._target import target_of
 from tkernels._triton import next_power_of_2
 from tkernels.attention import _sm90
@@ -25,8 +25,8 @@ _TILE = 128  # query tokens of a tile, as in the kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Tiles:
-    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps (16
-    with 8 bits), eight named barriers."""
+    """What a head dimension asks of a multiprocessor: 227 KiB of shared memory, 64 Ki registers for 12 warps (16 with 8 bits), eight named
+    barriers."""
 
     block_n: int  # keys of a block
     k_stages: int  # K and V blocks that are resident; with raw_stages their sum is at most 8
@@ -80,11 +80,15 @@ def refusal(x: Inputs, out: torch.Tensor, arch: str) -> str | None:
     return f"out: {problem}" if problem else None
 
 
+def _tiles(dtype: torch.dtype, dim: int) -> Sm90Tiles:
+    return (_TILES_8_BIT if dtype == FP8 else _TILES)[dim]
+
+
 def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
     """The kernel's constexpr arguments."""
     dim = next_power_of_2(x.dim)
     eight = x.q.dtype == FP8
-    tiles = (_TILES_8_BIT if eight else _TILES)[dim]
+    tiles = _tiles(x.q.dtype, dim)
     spare = 8 if x.softcap and not eight else 0  # registers that the workers beside consumers with a soft cap need more
     return dict(
         DTYPE=_sm90.element(x.q.dtype),
@@ -103,7 +107,7 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int) -> dict[str, tuple[list[
     from triton.experimental.gluon import language as gl
 
     columns = next_power_of_2(dim)
-    keys = _sm90.box(dtype, (1, min(page_size, _TILES[columns].block_n), 1, dim))
+    keys = _sm90.box(dtype, (1, min(page_size, _tiles(dtype, columns).block_n), 1, dim))
     return {
         "q_desc": _sm90.box(dtype, (64, 1, dim)),
         "k_desc": keys,
@@ -125,13 +129,14 @@ def prefill_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, mi
         return None
     # sum of ceil(query_len / _TILE) over at most tokens // min_query sequences
     items = (num_tokens // _TILE + min(x.num_seqs, num_tokens // min_query)) * x.heads
+    counter = counters(1, out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     box = boxes(x.q.dtype, x.dim, x.page_size)
     return _dependent.launch(
         prefill_sm90_kernel, (min(target_of(out.device).num_sms, items),), out.device,
         _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
-        _sm90.descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counters(1, out.device),
+        _sm90.descriptor(out, *box["out_desc"]), out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, counter,
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor,
         x.stride_table, out.stride(0), out.stride(1), stride_lt, stride_lh,
-        **constants(x, lse is not None, min_query), num_warps=4, place=place,
+        **constants(x, lse is not None, min_query), num_warps=4, place=place if stood(counter) else _dependent.ALONE,
     )  # fmt: skip

@@ -73,20 +73,24 @@ def test_taken_calls() -> None:
 @pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize(
     ("queries", "bucket", "kernels"),
-    [([1, 1], 1, ["fp8"]), ([1, 1], 8, ["decode 2 to 8", "fp8"]), ([1, 8], 8, ["decode 2 to 8", "fp8"]),
-     ([30, 1], 30, ["decode 2 to 8", "fp8", "prefill"])],
+    [
+        ([1, 1], 1, [("fp8", _dependent.ALONE)]),
+        ([1, 1], 8, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE)]),
+        ([1, 8], 8, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE)]),
+        ([30, 1], 30, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE), ("prefill", _dependent.ALONE)]),
+    ],
 )  # fmt: skip
 def test_one_kernel_for_a_sequence_of_one_token_in_every_bucket(queries, bucket, kernels, monkeypatch) -> None:
     """And one alone that zeroes the rows of no sequence: decode.py does where it takes one token."""
-    launched: list[str] = []
+    launched: list[tuple[str, int]] = []
 
-    def noted(name: str) -> list[torch.Tensor]:
-        launched.append(name)
+    def noted(name: str, place: int = _dependent.ALONE) -> list[torch.Tensor]:
+        launched.append((name, place))
         return []
 
     monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
-    monkeypatch.setattr(paged.decode_fp8_sm90, "decode_fp8_sm90", lambda *a: noted("fp8"))
-    monkeypatch.setattr(paged, "decode", lambda *a, min_queries, beside, place: noted(f"decode {min_queries} to {a[3]}"))
+    monkeypatch.setattr(paged.decode_fp8_sm90, "decode_fp8_sm90", lambda inputs, out, lse, place=_dependent.ALONE: noted("fp8", place))
+    monkeypatch.setattr(paged, "decode", lambda *a, min_queries, beside, place: noted(f"decode {min_queries} to {a[3]}", place))
     monkeypatch.setattr(paged, "prefill", lambda *a: noted("prefill"))
     case = make_case([40, 40], queries, **SHAPE | {"device": "cpu"})
     inputs = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)
@@ -145,9 +149,9 @@ def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Generator[list[bool
     launches: list[bool] = []
     launch = decode_fp8_sm90.decode_fp8_sm90
 
-    def listed(inputs: Any, out: Any, lse: Any) -> None:
+    def listed(*arguments: Any) -> list[torch.Tensor]:
         launches.append(True)
-        launch(inputs, out, lse)
+        return launch(*arguments)
 
     monkeypatch.setattr(paged.decode_fp8_sm90, "decode_fp8_sm90", listed)
     _repeats.forget()  # a repeated call launches past the list

@@ -45,17 +45,21 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
         check(case, replayed, replayed_lse)
 
 
-@pytest.mark.parametrize("dim", [128, 256])  # 256: no Gluon kernel for 2 to 8 tokens
+@pytest.mark.parametrize(
+    "shape", [{"dim": 128}, {"dim": 256}, {"dim": 128, "dtype": torch.float8_e4m3fn}], ids=str
+)  # 256: no Gluon kernel for 2 to 8 tokens; e4m3: one for 1, none for prompts under fp16 queries
 @pytest.mark.parametrize("queries", [[1] * 20 + [3, 8], [1] * 20 + [3, 8, 300, 40], [1] * 40 + [2000], [5] * 20])
 @pytest.mark.parametrize("dependent", [False, True])
-def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_stands_after(dependent: bool, queries: list[int], dim: int):
+def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_stands_after(
+    dependent: bool, queries: list[int], shape: dict
+):
     """Their inputs are written right before and overwritten right after; what follows reads their output at once."""
-    case = make_case([q + 50 * i for i, q in enumerate(queries)], queries, poison=False, **SHAPE | {"dim": dim})
+    case = make_case([q + 50 * i for i, q in enumerate(queries)], queries, poison=False, **SHAPE | shape)
     expected, _ = attend(case)
     check(case, expected)
     inputs = [case.q, case.k_cache, case.v_cache]
     golden = [x.clone() for x in inputs]
-    out, seen, weight = torch.empty_like(case.q), torch.empty_like(case.q), torch.ones(dim, dtype=case.q.dtype, device="cuda")
+    out, seen, weight = torch.empty_like(case.q), torch.empty_like(case.q), torch.ones(shape["dim"], dtype=case.q.dtype, device="cuda")
 
     def call() -> None:
         for x, given in zip(inputs, golden, strict=True):
