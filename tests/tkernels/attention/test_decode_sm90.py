@@ -6,6 +6,7 @@ A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -109,6 +110,29 @@ def test_the_workspace_is_bounded_by_the_device(heads: int, kv_heads: int, mib: 
     taken = min(seqs, constant["PROGRAMS"]) * kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * 128 * 4
     assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
     assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
+
+
+@pytest.mark.usefixtures("gluon_compiles")
+def test_temporaries_of_launches_beside_each_other_live_until_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a later launch would be given the memory that an earlier one still uses."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def launched(*arguments: Any, **keywords: Any) -> list[torch.Tensor]:
+        assert all(ref() is not None for ref in made)
+        temporary = torch.empty(4)
+        made.append(weakref.ref(temporary))
+        return [temporary]
+
+    monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
+    monkeypatch.setattr(paged, "decode", launched)
+    monkeypatch.setattr(paged, "prefill", launched)
+    for module in ("decode_sm90", "decode_fp8_sm90", "prefill_sm90"):
+        monkeypatch.setattr(getattr(paged, module), module, launched)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        case = make_case([40, 40], [30, 3], **SHAPE | {"device": "cpu", "dtype": dtype, "q_dtype": torch.bfloat16})
+        paged.launch(paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0), torch.empty_like(case.q), None, 30)
+        assert len(made) == 3 and not any(ref() is not None for ref in made)
+        made.clear()
 
 
 # ---- that it compiles
