@@ -146,14 +146,14 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90() -> None:
-    verify_compiled([{}, {"dim": 64, "pdl": True}])
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}])
 
 
 @pytest.mark.slow
 def test_every_specialisation_compiles() -> None:
     verify_compiled(
         [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
-        + [{"dim": dim, "pdl": True, "dtype": "float16"} for dim in (64, 80, 128)]
+        + [{"dim": dim, "pdl": 1, "dtype": "float16"} for dim in (64, 80, 128)]
         + [{"dim": dim, "causal": False, "sinks": True, "lse": True} for dim in (64, 128)]
         + [{"dim": dim, "window": 100} for dim in (64, 128)]
         + [{"dim": dim, "softcap": 30.0} for dim in (64, 128)]
