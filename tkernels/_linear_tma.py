@@ -9,7 +9,7 @@ import torch
 
 from tkernels import _dependent
 from tkernels._tma import described, tma_problem
-from tkernels._triton import HAVE_TRITON, INTERPRETED, cdiv, next_power_of_2
+from tkernels._triton import cdiv, gluon_problem, next_power_of_2
 
 if TYPE_CHECKING:
     from tkernels._linear_kernels import Tile
@@ -22,15 +22,11 @@ _PIECE = 32 << 10  # bytes of x that are brought at once
 @functools.cache
 def _gluon_problem() -> str | None:
     """Why this Triton cannot compile the kernel."""
-    if not HAVE_TRITON:
-        return "triton is not installed"
-    if INTERPRETED:
-        return "Triton's interpreter has no Gluon"
-    try:
+
+    def load() -> None:
         from tkernels import _linear_sm90  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"this triton lacks what the kernel uses ({error})"
-    return None
+
+    return gluon_problem(load)
 
 
 def absence(arch: str) -> str | None:

@@ -10,6 +10,7 @@ before the first import of ``tkernels``.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True")
@@ -47,6 +48,19 @@ except ImportError:  # the package must import on machines that only want the re
 
     triton: Any = _MissingTriton()  # type: ignore[no-redef]
     tl: Any = _MissingLanguage()  # type: ignore[no-redef]
+
+
+def gluon_problem(load: Callable[[], object]) -> str | None:
+    """Why Gluon kernels cannot be compiled here, or None. load: imports them, and fails where this Triton lacks what they use."""
+    if not HAVE_TRITON:
+        return "triton is not installed"
+    if INTERPRETED:
+        return "Triton's interpreter has no Gluon"
+    try:
+        load()
+    except (ImportError, AttributeError) as error:
+        return f"this triton lacks what the Gluon kernels use ({error})"
+    return None
 
 
 def cdiv(a: int, b: int) -> int:

@@ -14,6 +14,7 @@ from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
 from tkernels._linear_tma import absence, refusal, shared_bytes
 from tkernels._target import Target
+from tkernels._triton import INTERPRETED
 from tkernels.linear import choose, linear_ref, table_of
 
 LINEAR = importlib.import_module("tkernels.linear")  # the package has a function of that name
@@ -44,7 +45,7 @@ def test_only_where_gluon_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -
         f"architecture {arch}: the kernel is for sm_90" for arch in ("sm_80", "sm_100", "gfx942")
     ]
     monkeypatch.undo()
-    if _linear_tma.INTERPRETED:
+    if INTERPRETED:
         assert absence("sm_90") == "Triton's interpreter has no Gluon"
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tkernels import _repeats
+from tkernels import _repeats, _triton
 from tkernels._tma import descriptor as descriptor
 from tkernels._tma import tma_problem as tma_problem
-from tkernels._triton import HAVE_TRITON, INTERPRETED, next_power_of_2
+from tkernels._triton import next_power_of_2
 from tkernels.attention._common import FP8
 from tkernels.attention._inputs import MAX_SEQS, Inputs
 
@@ -22,17 +22,13 @@ _off: set[str] = set()  # kernels that are switched off: "prefill", "decode"
 @functools.cache
 def gluon_problem() -> str | None:
     """Why this Triton cannot compile the kernels."""
-    if not HAVE_TRITON:
-        return "triton is not installed"
-    if INTERPRETED:
-        return "Triton's interpreter has no Gluon"
-    try:
+
+    def load() -> None:
         from tkernels.attention._decode_sm90 import fp8_kernel as _decode_fp8  # noqa: F401
         from tkernels.attention._decode_sm90 import kernel as _decode  # noqa: F401
         from tkernels.attention._prefill_sm90 import kernel as _prefill  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"this triton lacks what the Gluon kernels use ({error})"
-    return None
+
+    return _triton.gluon_problem(load)
 
 
 def enable(kernel: str, on: bool) -> None:

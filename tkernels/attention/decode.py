@@ -16,7 +16,7 @@ in the other. Only an output below 2**-100 can show that: V is 0 wherever the ro
 Source: arXiv 1805.02867 (the running maximum), Flash-Decoding (keys of one sequence split over programs); differs: the tree above.
 
 Workspace: a slot per leaf of each cut sequence, and at most one cut sequence begins in a range, so it is bounded by the device. With 32
-heads of 128 on 8 KV heads and 132 multiprocessors: 16 MiB for one query token, 128 MiB for up to 8, 16 and 64 MiB beside prompts.
+heads of 128 on 8 KV heads and 132 multiprocessors: 16 MiB for one query token, 128 MiB for up to 8, 16 and 64 MiB at once beside prompts.
 It is allocated per call: inside a captured graph it belongs to the graph's pool and can neither grow nor move. The counters of arrivals
 (_counters.py) are zero before and after each launch.
 """

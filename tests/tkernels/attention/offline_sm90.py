@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
-prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp)}
-a case.
+prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
+"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin)} a case.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compile_case(
     causal: bool = True, window: int = 0, softcap: float = 0.0, sinks: bool = False, lse: bool = False, scales: bool = False,
     pdl: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """pdl: of decode, whether it is a dependent launch."""
+    """pdl: as the kernels take it."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, kernel == "decode_fp8")
     element, result, options = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)], {"num_warps": 4}
     if kernel == "prefill":
@@ -101,7 +101,21 @@ def compile_case(
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync.aligned"),
+        "order": _order(ptx),
     }
+
+
+def _order(ptx: str) -> list[str]:
+    """Of "wait", "launch_dependents" and "touch" (global memory, repetitions left out), as they stand up to "ret". The other warps' code
+    stands behind that, and they run only between the first and the last of these."""
+    found: list[str] = []
+    for control, end, touch in re.findall(r"griddepcontrol\.(\w+)|\b(ret);|\b(ld|st|atom|red|cp)\.(?!param|shared)", ptx):
+        event = control or end or (touch and "touch")
+        if not found or found[-1] != event:
+            found.append(event)
+        if end:
+            break
+    return found
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90() -> None:
-    verify_compiled([{}, {"dim": 64, "pdl": True}])
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}])
 
 
 @pytest.mark.slow

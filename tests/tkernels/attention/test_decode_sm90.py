@@ -6,6 +6,7 @@ A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_the_workspace_is_bounded_by_the_device(heads: int, kv_heads: int, mib: 
     assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
 
 
+@pytest.mark.usefixtures("gluon_compiles")
+def test_temporaries_of_launches_beside_each_other_live_until_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a later launch would be given the memory that an earlier one still uses."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def launched(*arguments: Any, **keywords: Any) -> list[torch.Tensor]:
+        assert all(ref() is not None for ref in made)
+        temporary = torch.empty(4)
+        made.append(weakref.ref(temporary))
+        return [temporary]
+
+    monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
+    monkeypatch.setattr(paged, "decode", launched)
+    monkeypatch.setattr(paged, "prefill", launched)
+    for module in ("decode_sm90", "decode_fp8_sm90", "prefill_sm90"):
+        monkeypatch.setattr(getattr(paged, module), module, launched)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        case = make_case([40, 40], [30, 3], **SHAPE | {"device": "cpu", "dtype": dtype, "q_dtype": torch.bfloat16})
+        paged.launch(paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0), torch.empty_like(case.q), None, 30)
+        assert len(made) == 3 and not any(ref() is not None for ref in made)
+        made.clear()
+
+
 # ---- that it compiles
 
 
@@ -122,14 +146,14 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90() -> None:
-    verify_compiled([{}, {"dim": 64, "pdl": True}])
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}])
 
 
 @pytest.mark.slow
 def test_every_specialisation_compiles() -> None:
     verify_compiled(
         [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
-        + [{"dim": dim, "pdl": True, "dtype": "float16"} for dim in (64, 80, 128)]
+        + [{"dim": dim, "pdl": 1, "dtype": "float16"} for dim in (64, 80, 128)]
         + [{"dim": dim, "causal": False, "sinks": True, "lse": True} for dim in (64, 128)]
         + [{"dim": dim, "window": 100} for dim in (64, 128)]
         + [{"dim": dim, "softcap": 30.0} for dim in (64, 128)]

@@ -113,7 +113,15 @@ def test_refused_without_gluon() -> None:
 # ---- that it compiles
 
 
-def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
+ORDER = {  # by place (_dependent.py)
+    0: ["touch", "ret"],
+    1: ["wait", "launch_dependents", "touch", "ret"],
+    2: ["launch_dependents", "touch", "wait", "ret"],
+}
+
+
+def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Facts of each case; where it is beside others it waits for them when and where it must."""
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper")
     import triton
 
@@ -122,7 +130,10 @@ def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     command = [sys.executable, "-m", "tests.tkernels.attention.offline_sm90", json.dumps(cases)]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    found = json.loads(run.stdout.splitlines()[-1])
+    for case, facts in zip(cases, found, strict=True):
+        assert facts["order"] == ORDER[case.get("pdl", 0)], case
+    return found
 
 
 def verify_compiled(cases: list[dict[str, Any]]) -> None:
@@ -134,7 +145,7 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90_without_spills() -> None:
-    verify_compiled([{"dim": 128, "page_size": 16}, {"dim": 256, "page_size": 16}])
+    verify_compiled([{"dim": 128, "page_size": 16, "pdl": 2}, {"dim": 256, "page_size": 16, "pdl": 1}])
 
 
 @pytest.mark.slow
