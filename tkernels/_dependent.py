@@ -20,6 +20,8 @@ reads is written between their launches. Where it is (counters that torch has ju
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from typing import Any
 
@@ -83,7 +85,15 @@ def state(arch: str) -> str:
 
 
 def _supported(device: torch.device) -> bool:
-    return device.type == "cuda" and _has(target_of(device).arch)
+    return device.type == "cuda" and _has(target_of(device).arch) and _driver() >= 12030
+
+
+@functools.cache
+def _driver() -> int:
+    """CUDA of the driver, 12030 for 12.3: the first that captures dependent launches."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _has(arch: str) -> bool:

@@ -62,18 +62,20 @@ def choose(target: Target, dtype: torch.dtype, variant: str, rows: int, n: int, 
     """The tile for a call, or None: a function of the device, the dtype and the shape only.
 
     variant: "plain", "residual" (added at the end), "norm", "gated" or "norm+gated"; with a rotation "rope" or "norm+rope". With a residual
-    or a rotation the tile is that of what is without it, where it was not measured itself. n: rows of the weight.
+    or a rotation the tile is that of what is without it, where it was not measured itself or its tile cannot run here. n: rows of the
+    weight.
     """
     if rows > MAX_ROWS or dtype not in (torch.bfloat16, torch.float16):
         return None
-    table, shape, rope = table_of(target.arch), (row_class(rows), n, k), "rope" in variant
-    if (rope or variant == "residual") and (variant, *shape) not in table:
-        variant = "norm" if "norm" in variant else "plain"
+    table, shape = table_of(target.arch), (row_class(rows), n, k)
     tile = table.get((variant, *shape))
+    absent = tile is not None and tile.kind == "tma" and _linear_tma.absence(target.arch) is not None
+    if ("rope" in variant or variant == "residual") and (absent or (variant, *shape) not in table):
+        return choose(target, dtype, "norm" if "norm" in variant else "plain", rows, n, k)
+    if absent:
+        return None
     if tile is not None and tile.kind != "vector" and dtype == torch.float16 and "norm" in variant:
         return None  # it rounds x · norm_weight before it knows x's scale, and fp16 would overflow where an activation is large
-    if tile is not None and tile.kind == "tma" and _linear_tma.absence(target.arch):
-        return None
     return tile
 
 

@@ -46,9 +46,10 @@ class Kernel:
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A GPU of some architecture, whose stream is or is not capturing."""
-    state = SimpleNamespace(arch="sm_90", capturing=False)
+    state = SimpleNamespace(arch="sm_90", capturing=False, driver=13000)
     monkeypatch.setattr(_dependent, "INTERPRETED", False)
     monkeypatch.setattr(_dependent, "target_of", lambda device: state)
+    monkeypatch.setattr(_dependent, "_driver", lambda: state.driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
@@ -87,7 +88,9 @@ def test_kernels_of_a_set_run_beside_each_other_captured_or_not(on_a_device: Any
         assert _launches(_dependent.BESIDE) == _launches(_dependent.ALONE)
     finally:
         torch.use_deterministic_algorithms(False)
-    on_a_device.arch = "sm_80"
+    for arch, driver in (("sm_80", 13000), ("sm_90", 12020)):  # a driver before CUDA 12.3 cannot capture them
+        on_a_device.arch, on_a_device.driver = arch, driver
+        assert _launches(_dependent.BESIDE) == [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]
     for place in (_dependent.FIRST, _dependent.BESIDE):
         assert _launches(place) == [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]
 

@@ -191,7 +191,7 @@ def test_the_choice_depends_on_the_shape_only():
     # 2048 x 2048 at 64 rows: cuBLAS takes 6.6 µs and adds a residual in 1.5 more, ours takes 7.6 to 7.9 with and without
     assert choose(target, torch.bfloat16, "plain", 64, 2048, 2048) is None
     assert choose(target, torch.bfloat16, "residual", 64, 2048, 2048) is not None
-    assert choose(target, torch.bfloat16, "residual", 1, 2048, 2048) == choose(target, torch.bfloat16, "plain", 1, 2048, 2048) is not None
+    assert choose(target, torch.bfloat16, "residual", 32, 2048, 2048) == choose(target, torch.bfloat16, "plain", 32, 2048, 2048) is not None
     assert choose(target, torch.float32, "plain", 1, 128256, 2048) is None
     assert choose(_target.Target("sm_70", 80, False), torch.bfloat16, "plain", 1, 128256, 2048) is None
 
@@ -199,7 +199,7 @@ def test_the_choice_depends_on_the_shape_only():
 def test_large_fp16_activations_do_not_overflow_before_the_norm_scales_them(device):
     """30000 · 4 is no fp16 number: of the tiles only those that multiply in fp32 may take a norm then."""
     target = _target.Target("sm_90", 132, True)
-    entries = [key for key, tile in linear_table("sm_90").items() if tile is not None and "norm" in key[0]]
+    entries = [key for key, tile in linear_table("sm_90").items() if tile is not None and tile.kind != "tma" and "norm" in key[0]]
     taken = [tile for key in entries if (tile := choose(target, torch.float16, *key)) is not None]
     assert taken and all(tile.kind == "vector" for tile in taken) and len(taken) < len(entries)
     assert {choose(target, torch.bfloat16, *key).kind for key in entries} == {"vector", "matrix"}

@@ -67,6 +67,10 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(HOPPER, torch.float32, "plain", *shape) is None
     monkeypatch.setattr(_linear_tma, "_gluon_problem", lambda: "no Gluon")
     assert choose(HOPPER, torch.bfloat16, "plain", *shape) is None, "then the composition, as without an entry"
+    other = Tile("matrix", 16, 128, 4, 4, 3)
+    for variant, tile in (("residual", TILE), ("norm+rope", TILE), ("plain", other), ("norm", other)):
+        monkeypatch.setitem(table_of("sm_90"), (variant, *shape), tile)
+    assert [choose(HOPPER, torch.bfloat16, variant, *shape) for variant in ("residual", "norm+rope")] == [other] * 2
 
 
 @pytest.mark.usefixtures("gluon_compiles", "in_table")
