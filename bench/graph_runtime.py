@@ -155,7 +155,8 @@ def host_rows(model: Any, arguments: argparse.Namespace, budget: Budget) -> Iter
     start = time.perf_counter()
     runner.steps.warmup(make_inputs=runner._representative, keys=[{"max_query_len": 1}], contexts=runner.contexts)
     print(f"host: warm-up {time.perf_counter() - start:.1f} s", flush=True)
-    for what, row_of, repeats in (("host time in all", added_row, 200), ("host time", host_row, 40)):
+    few = 10 if arguments.small else 1
+    for what, row_of, repeats in (("host time in all", added_row, 200 // few), ("host time", host_row, 40 // few)):
         for batch, row in _by_batch(runner, "full", batches, lambda *given, row_of=row_of, repeats=repeats: row_of(*given, repeats)):
             yield {"what": what, "mode": "full", "batch": batch, **row}
             if budget.left() < 0:
