@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import _dependent, _linear_tma
+from tests.tkernels.captured import captured
+from tkernels import _linear_tma
 from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
 from tkernels._linear_tma import absence, refusal, shared_bytes
@@ -218,16 +219,8 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
             h = y
         return h
 
-    expected, before = chain(), _dependent.enabled()
-    _dependent.enable(True)
-    try:
-        chain()  # loads what the capture needs
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = chain()
-    finally:
-        _dependent.enable(before)
+    expected = chain()
+    graph, y = captured(chain, dependent=True)
     for _ in range(50):
         y.fill_(float("nan"))
         graph.replay()

@@ -13,7 +13,8 @@ from oracle import FP8
 from qkv_cases import EPS, PAGE_SIZE, PAGES, Case, make_case, same
 
 import tkernels
-from tkernels import _dependent, _linear_kernels, _linear_tma, _qkv_tma, _repeats, _target
+from tests.tkernels.captured import captured
+from tkernels import _linear_kernels, _linear_tma, _qkv_tma, _repeats, _target
 from tkernels._linear_kernels import Tile
 from tkernels._qkv_kernels import launch
 from tkernels._qkv_tma import refusal
@@ -166,17 +167,9 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
             _linear_kernels.launch(q.view(rows, k), weights[i - 1][:k], None, case.norm, None, False, EPS, h, tiles[i % 2])
         return h
 
-    expected, before = chain(), _dependent.enabled()
+    expected = chain()
     written = [[cache.clone() for cache in caches] for caches in layers]
-    _dependent.enable(True)
-    try:
-        chain()  # loads what the capture needs
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            h = chain()
-    finally:
-        _dependent.enable(before)
+    graph, h = captured(chain, dependent=True)
     for _ in range(50):
         h.fill_(float("nan"))
         for caches in layers:

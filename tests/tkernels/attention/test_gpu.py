@@ -9,7 +9,7 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
-from tkernels import _dependent
+from tests.tkernels.captured import captured
 from tkernels.attention.ref import paged_attention_ref
 
 pytestmark = pytest.mark.gpu
@@ -27,11 +27,7 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
     def call() -> None:
         tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = captured(call)
     bigger = make_case([4096] * 64, [8] * 64, poison=False, **SHAPE)
     attend(bigger)
     torch.full((1 << 28,), float("nan"), device="cuda")
@@ -69,16 +65,7 @@ def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_st
         for x in (*inputs, out):
             x.fill_(float("nan"))
 
-    before = _dependent.enabled()
-    _dependent.enable(dependent)
-    try:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-    finally:
-        _dependent.enable(before)
+    graph, _ = captured(call, dependent)
     normed = tkernels.rms_norm(expected, weight)
     for again in [graph.replay] * 30 + [call] * 5:
         seen.zero_()
@@ -190,11 +177,7 @@ def test_one_captured_cascade_serves_every_prefix():
             q, k_cache, v_cache, table[0], shared_len, own, own_lens, own_starts, scale=128**-0.5, max_query_len=1, return_lse=True
         )
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call()
+    graph, (out, lse) = captured(call)
     for shared in (0, 1, 100, 128, 129, 2047, 2048, 8192, 32767, 32768, 40000):
         shared_len.fill_(shared)
         own_lens.copy_(torch.randint(0, 301, (62,)))
