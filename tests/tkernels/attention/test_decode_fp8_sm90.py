@@ -7,21 +7,22 @@ A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tkernels.attention import sm90_cases, sm90_checks
 from tests.tkernels.attention.cases import Case, check, make_case
-from tests.tkernels.attention.test_batches import part
-from tests.tkernels.attention.test_prefill_sm90 import call, compile_offline
+from tests.tkernels.attention.sm90_cases import call, check_workspace, compile_offline, launches_chosen, launches_of
 from tests.tkernels.attention.test_values import attend
-from tkernels import _dependent, _repeats
+from tests.tkernels.captured import captured
+from tkernels import _dependent
 from tkernels.attention import decode_fp8_sm90, decode_sm90, paged
 
 FP8 = torch.float8_e4m3fn
-SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": FP8, "device": "cuda"}
+SHAPE: dict[str, Any] = sm90_cases.SHAPE | {"dtype": FP8}
 gpu = pytest.mark.gpu
 
 
@@ -70,46 +71,27 @@ def test_taken_calls() -> None:
         decode_sm90.enable(True)
 
 
-@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("queries", "bucket", "kernels"),
     [
-        ([1, 1], 1, [("fp8", _dependent.ALONE)]),
-        ([1, 1], 8, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE)]),
-        ([1, 8], 8, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE)]),
-        ([30, 1], 30, [("decode 2 to 8", _dependent.FIRST), ("fp8", _dependent.BESIDE), ("prefill", _dependent.ALONE)]),
+        ([1, 1], 1, [("decode_fp8_sm90", _dependent.ALONE)]),
+        ([1, 1], 8, [("decode 2 to 8", _dependent.FIRST), ("decode_fp8_sm90", _dependent.BESIDE)]),
+        ([1, 8], 8, [("decode 2 to 8", _dependent.FIRST), ("decode_fp8_sm90", _dependent.BESIDE)]),
+        ([30, 1], 30, [("decode 2 to 8", _dependent.FIRST), ("decode_fp8_sm90", _dependent.BESIDE), ("prefill", _dependent.ALONE)]),
     ],
 )  # fmt: skip
 def test_one_kernel_for_a_sequence_of_one_token_in_every_bucket(queries, bucket, kernels, monkeypatch) -> None:
     """And one alone that zeroes the rows of no sequence: decode.py does where it takes one token."""
-    launched: list[tuple[str, int]] = []
-
-    def noted(name: str, place: int = _dependent.ALONE) -> list[torch.Tensor]:
-        launched.append((name, place))
-        return []
-
-    monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
-    monkeypatch.setattr(paged.decode_fp8_sm90, "decode_fp8_sm90", lambda inputs, out, lse, place=_dependent.ALONE: noted("fp8", place))
-    monkeypatch.setattr(paged, "decode", lambda *a, min_queries, beside, place: noted(f"decode {min_queries} to {a[3]}", place))
-    monkeypatch.setattr(paged, "prefill", lambda *a: noted("prefill"))
-    case = make_case([40, 40], queries, **SHAPE | {"device": "cpu"})
-    inputs = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)
-    paged.launch(inputs, torch.empty_like(case.q), None, bucket)
-    assert launched == kernels
+    assert launches_chosen(make_case([40, 40], queries, **SHAPE | {"device": "cpu"}), bucket, monkeypatch) == kernels
 
 
 @pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize("seqs", [1, 16, 8192])
 @pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(32, 8, 4), (64, 8, 8), (8, 1, 33), (16, 1, 66)])
 def test_the_workspace_is_bounded_by_the_device(heads: int, kv_heads: int, mib: int, seqs: int) -> None:
-    """Heads of 128 on 132 multiprocessors, beside the states: whatever the number of sequences."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    case = make_case([2], [1], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "device": "cpu"})
-    x = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)._replace(num_seqs=seqs)
-    constant = decode_fp8_sm90.constants(x, False, 132)
-    taken = min(seqs, constant["PROGRAMS"]) * kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * 128 * 4
-    assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
-    assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
+    """Beside the states: whatever the number of sequences."""
+    check_workspace(decode_fp8_sm90, make_case([2], [1], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "device": "cpu"}), seqs, mib)
 
 
 # ---- that it compiles
@@ -144,19 +126,9 @@ def test_every_specialisation_compiles() -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Generator[list[bool]]:
+def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Iterator[list[Any]]:
     """Launches of the kernel, which the op must choose."""
-    launches: list[bool] = []
-    launch = decode_fp8_sm90.decode_fp8_sm90
-
-    def listed(*arguments: Any) -> list[torch.Tensor]:
-        launches.append(True)
-        return launch(*arguments)
-
-    monkeypatch.setattr(paged.decode_fp8_sm90, "decode_fp8_sm90", listed)
-    _repeats.forget()  # a repeated call launches past the list
-    yield launches
-    assert launches, "the call went to the plain Triton kernel"
+    yield from launches_of(decode_fp8_sm90, monkeypatch)
 
 
 def case_of(lens: list[int], query_lens: list[int] | None = None, bf16: bool = False, **keywords: Any) -> Case:
@@ -207,10 +179,7 @@ def test_pages_and_dims(taken, dim, page_size, bf16):
 @pytest.mark.parametrize("dim", [48, 80, 96, 112])
 def test_head_dimensions_between(taken, dim):
     """Columns that fill a block up to a power of two are neither read nor written."""
-    case = verify(RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda"))
-    wide = torch.full((case.q.shape[0], 8, dim + 8), float("nan"), dtype=case.q.dtype, device="cuda")
-    paged.paged_attention_out(*case.tensors, **case.keywords, out=wide[..., :dim])
-    assert torch.equal(wide[..., :dim], attend(case)[0]) and torch.isnan(wide[..., dim:]).all()
+    sm90_checks.check_inside_a_wider_out(verify(RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda")))
 
 
 @gpu
@@ -232,10 +201,7 @@ def test_group_ratios(taken, heads, kv_heads):
 )  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_features(taken, dim, keywords):
-    keywords = {name: torch.tensor([0.5, 2.0], device="cuda") if value == "device" else value for name, value in keywords.items()}
-    if keywords.pop("sinks", False):
-        keywords["sinks"] = torch.randn(8, device="cuda")
-    verify(RAGGED, dim=dim, extra_rows=3, **keywords)
+    verify(RAGGED, dim=dim, extra_rows=3, **sm90_checks.on_device(keywords))
 
 
 @gpu
@@ -257,29 +223,14 @@ def test_beside_queries_of_other_kinds(taken):
 @pytest.mark.parametrize("freed", ["gone", "reused"])
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_pages_before_the_window_belong_to_others(taken, window, freed):
-    """What they hold, NaN too, changes no bit."""
-    lens = [700, 1500, 129]
-    case = case_of(lens, window=window)
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse)
-    for s, length in enumerate(lens):
-        start = max(length - window, 0)  # the first key that the query sees
-        case.block_table[s, : start // 16] = -1 if freed == "gone" else 0  # page 0 is NaN
-        page = int(case.block_table[s, start // 16])
-        case.k_cache[page, : start % 16] = case.v_cache[page, : start % 16] = float("nan")
-    out, lse = attend(case)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    sm90_checks.check_pages_before_the_window(case_of([700, 1500, 129], window=window), freed)
 
 
 @gpu
 @pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
 def test_shared_memory_that_another_kernel_left(taken, value):
-    from tests.tkernels.attention.shared_memory import fill_shared_memory
-
-    for lens, heads in (([128], 1), ([200, 300], 8), ([3000, 300, 0], 8)):
-        case = case_of(lens, heads=heads, kv_heads=1)
-        fill_shared_memory(value)
-        check(case, *attend(case))
+    cases = [case_of(lens, heads=heads, kv_heads=1) for lens, heads in (([128], 1), ([200, 300], 8), ([3000, 300, 0], 8))]
+    sm90_checks.check_after_filling_shared_memory(value, cases)
 
 
 @gpu
@@ -295,10 +246,8 @@ def test_more_sequences_than_the_scheduler_searches_at_once(taken, kv_heads):
 @pytest.mark.parametrize(("dim", "heads"), [(64, 8), (128, 8), (128, 32)])
 def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, dim, heads):
     lens = [1000, 300, 9000, 129, 2000, 64, 40, 4097]
-    query_lens = [1, 8, 1, 1, 2, 1, 1, 1]
-    case = case_of(lens, query_lens, dim=dim, heads=heads)
-    out, lse = attend(case)
-    starts = case.cu_seqlens_q.tolist()
+    case = case_of(lens, [1, 8, 1, 1, 2, 1, 1, 1], dim=dim, heads=heads)
+    out, lse = sm90_checks.check_bits_alone(case, 8, 200)
     padded = Case(
         torch.cat((case.q, torch.full_like(case.q, float("nan")))), case.k_cache, case.v_cache,
         torch.cat((case.block_table, torch.full_like(case.block_table, -1))), torch.cat((case.seq_lens, torch.zeros_like(case.seq_lens))),
@@ -307,60 +256,24 @@ def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, dim, heads):
     padded_out, padded_lse = attend(padded)
     assert torch.equal(padded_out[: len(out)], out) and torch.equal(padded_lse[: len(out)], lse)
     assert (padded_out[len(out) :] == 0).all() and torch.isneginf(padded_lse[len(out) :]).all()
-    for s, query_len in enumerate(query_lens):
-        rows = slice(starts[s], starts[s + 1])
-        for bucket in (query_len, 8, 200):
-            alone, alone_lse = attend(part(case, s, s + 1, bucket))
-            assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s} in bucket {bucket}"
 
 
 @gpu
 def test_a_thousand_runs_beside_other_work(taken):
-    """Programs of other kernels come between those of a launch: no bit depends on it."""
-    case = case_of([int(n) for n in torch.randint(8, 6000, (40,))])
-    expected, _ = attend(case)
-    noise, other = torch.randn((2048, 2048), device="cuda"), torch.cuda.Stream()
-    for i in range(1000):
-        if i % 10 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        assert torch.equal(attend(case)[0], expected), i
+    sm90_checks.check_a_thousand_runs_beside_other_work(case_of([int(n) for n in torch.randint(8, 6000, (40,))]))
 
 
 @gpu
 def test_dependent_launch_has_the_same_bits(taken):
-    case = case_of([1000, 33, 300, 12, 5000])
-    expected, expected_lse = attend(case)
-    _dependent.enable(True)
-    try:
-        attend(case)
-        torch.cuda.synchronize()
-        out, lse = torch.full_like(expected, float("nan")), torch.full_like(expected_lse, float("nan"))
-        q = torch.zeros_like(case.q)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                q.copy_(case.q)  # the launch before writes the queries
-                paged.paged_attention_out(q, *case.tensors[1:], **case.keywords, out=out, lse=lse)
-                q.zero_()
-        for _ in range(50):
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    finally:
-        _dependent.enable(False)
+    sm90_checks.check_dependent_launches(case_of([1000, 33, 300, 12, 5000]))
 
 
 @gpu
 def test_one_graph_serves_every_length(taken):
     """Lengths are read on the device: a graph captured at one serves 0 to the table's end."""
     case = case_of([8193, 8193, 8193])
-    attend(case)
     out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device="cuda")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        paged.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
+    graph, _ = captured(lambda: paged.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse))
     for lens in ([1, 0, 8193], [128, 129, 0], [8192, 17, 2048]):
         case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         out.fill_(float("nan"))

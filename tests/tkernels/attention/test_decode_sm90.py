@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tkernels.attention import sm90_checks
 from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
-from tests.tkernels.attention.test_batches import part
-from tests.tkernels.attention.test_prefill_sm90 import call, compile_offline
+from tests.tkernels.attention.sm90_cases import SHAPE, call, check_workspace, compile_offline, launches_chosen, launches_of
+from tests.tkernels.attention.test_batches import checked
 from tests.tkernels.attention.test_values import attend
 from tkernels import _dependent, _repeats
 from tkernels.attention import _sm90, decode_sm90, paged
 
-SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
 gpu = pytest.mark.gpu
 
 
@@ -72,47 +72,29 @@ def test_each_kernel_has_its_own_switch(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(forgotten) == 2, "launches of the other kernel would be repeated"
 
 
-@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("queries", "kernels"),
     [
-        ([1, 1], [("decode 1", _dependent.ALONE)]),
-        ([1, 8], [("sm90", _dependent.FIRST), ("decode 1", _dependent.BESIDE)]),
-        ([30, 3], [("sm90", _dependent.FIRST), ("decode 1", _dependent.BESIDE), ("prefill", _dependent.BESIDE)]),
+        ([1, 1], [("decode 1 to 1", _dependent.ALONE)]),
+        ([1, 8], [("decode_sm90", _dependent.FIRST), ("decode 1 to 1", _dependent.BESIDE)]),
+        ([30, 3], [("decode_sm90", _dependent.FIRST), ("decode 1 to 1", _dependent.BESIDE), ("prefill_sm90", _dependent.BESIDE)]),
     ],
 )
 def test_a_sequence_of_one_token_takes_the_same_kernel_in_every_bucket(queries, kernels, monkeypatch) -> None:
-    launched: list[tuple[str, int]] = []
-
-    def noted(name: str, place: int) -> list[torch.Tensor]:
-        launched.append((name, place))
-        return []
-
-    monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
-    monkeypatch.setattr(paged.decode_sm90, "decode_sm90", lambda inputs, out, lse, place: noted("sm90", place))
-    monkeypatch.setattr(paged, "decode", lambda inputs, out, lse, queries, beside=False, place=0: noted(f"decode {queries}", place))
-    monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", lambda inputs, out, lse, min_query, place: noted("prefill", place))
     case = make_case([40, 40], queries, **SHAPE | {"device": "cpu"})
-    inputs = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)
-    paged.launch(inputs, torch.empty_like(case.q), None, max(queries))
-    assert launched == kernels
+    assert launches_chosen(case, max(queries), monkeypatch) == kernels
 
 
 @pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize("seqs", [1, 16, 8192])
 @pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(32, 8, 32), (64, 8, 64), (8, 1, 264)])
 def test_the_workspace_is_bounded_by_the_device(heads: int, kv_heads: int, mib: int, seqs: int) -> None:
-    """Heads of 128 on 132 multiprocessors, beside the states: whatever the number of sequences."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    case = make_case([2], [2], heads=heads, kv_heads=kv_heads, dim=128, page_size=16, dtype=torch.bfloat16)
-    x = paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0)._replace(num_seqs=seqs)
-    constant = decode_sm90.constants(x, False, 132)
-    taken = min(seqs, constant["PROGRAMS"]) * kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * 128 * 4
-    assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
-    assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
+    """Beside the states: whatever the number of sequences."""
+    check_workspace(decode_sm90, make_case([2], [2], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "device": "cpu"}), seqs, mib)
 
 
-@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.usefixtures("on_hopper")
 def test_temporaries_of_launches_beside_each_other_live_until_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a later launch would be given the memory that an earlier one still uses."""
     made: list[weakref.ref[torch.Tensor]] = []
@@ -123,14 +105,13 @@ def test_temporaries_of_launches_beside_each_other_live_until_the_last_one(monke
         made.append(weakref.ref(temporary))
         return [temporary]
 
-    monkeypatch.setattr(paged, "target_of", lambda device: type("Target", (), {"arch": "sm_90"}))
     monkeypatch.setattr(paged, "decode", launched)
     monkeypatch.setattr(paged, "prefill", launched)
     for module in ("decode_sm90", "decode_fp8_sm90", "prefill_sm90"):
         monkeypatch.setattr(getattr(paged, module), module, launched)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         case = make_case([40, 40], [30, 3], **SHAPE | {"device": "cpu", "dtype": dtype, "q_dtype": torch.bfloat16})
-        paged.launch(paged.check_inputs(*case.tensors, 0.1, True, 0, 0.0, None, None, None, 1.0), torch.empty_like(case.q), None, 30)
+        paged.launch(checked(case), torch.empty_like(case.q), None, 30)
         assert len(made) == 3 and not any(ref() is not None for ref in made)
         made.clear()
 
@@ -167,19 +148,9 @@ def test_every_specialisation_compiles() -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Generator[list[bool]]:
+def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Iterator[list[Any]]:
     """Launches of the kernel, which the op must choose."""
-    launches: list[bool] = []
-    launch = decode_sm90.decode_sm90
-
-    def listed(*arguments: Any) -> list[torch.Tensor]:
-        launches.append(True)
-        return launch(*arguments)
-
-    monkeypatch.setattr(paged.decode_sm90, "decode_sm90", listed)
-    _repeats.forget()  # a repeated call launches past the list
-    yield launches
-    assert launches, "the call went to the plain Triton kernel"
+    yield from launches_of(decode_sm90, monkeypatch)
 
 
 def verify(*arguments: Any, **keywords: Any) -> Case:
@@ -229,10 +200,7 @@ def test_pages_and_dims(taken, dim, page_size, dtype):
 @pytest.mark.parametrize("dim", [40, 72, 80, 96, 112])
 def test_head_dimensions_between(taken, dim):
     """Columns that fill a block up to a power of two are neither read nor written."""
-    case = verify(*RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda"))
-    wide = torch.full((case.q.shape[0], 8, dim + 8), float("nan"), dtype=case.q.dtype, device="cuda")
-    paged.paged_attention_out(*case.tensors, **case.keywords, out=wide[..., :dim])
-    assert torch.equal(wide[..., :dim], attend(case)[0]) and torch.isnan(wide[..., dim:]).all()
+    sm90_checks.check_inside_a_wider_out(verify(*RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda")))
 
 
 @gpu
@@ -254,10 +222,7 @@ def test_group_ratios(taken, heads, kv_heads):
 )  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_features(taken, dim, keywords):
-    keywords = {name: torch.tensor([0.5, 2.0], device="cuda") if value == "device" else value for name, value in keywords.items()}
-    if keywords.pop("sinks", False):
-        keywords["sinks"] = torch.randn(8, device="cuda")
-    verify(*RAGGED, dim=dim, extra_rows=3, **keywords)
+    verify(*RAGGED, dim=dim, extra_rows=3, **sm90_checks.on_device(keywords))
 
 
 @gpu
@@ -269,29 +234,15 @@ def test_queries_of_either_kind_beside_prompts(taken):
 @pytest.mark.parametrize("freed", ["gone", "reused"])
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_pages_before_the_window_belong_to_others(taken, window, freed):
-    """What they hold, NaN too, changes no bit."""
-    lens, query_lens = [700, 1500, 129], [2, 8, 3]
-    case = make_case(lens, query_lens, window=window, **SHAPE)
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse)
-    for s, (length, query_len) in enumerate(zip(lens, query_lens, strict=True)):
-        start = max(length - query_len - window + 1, 0)  # the first key that a query sees
-        case.block_table[s, : start // 16] = -1 if freed == "gone" else 0  # page 0 is NaN
-        page = int(case.block_table[s, start // 16])
-        case.k_cache[page, : start % 16] = case.v_cache[page, : start % 16] = float("nan")
-    out, lse = attend(case)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    sm90_checks.check_pages_before_the_window(make_case([700, 1500, 129], [2, 8, 3], window=window, **SHAPE), freed)
 
 
 @gpu
 @pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
 def test_shared_memory_that_another_kernel_left(taken, value):
-    from tests.tkernels.attention.shared_memory import fill_shared_memory
-
-    for lens, query_lens, heads in (([128], [2], 1), ([200, 300], [8, 1], 8), ([3000, 300, 0], [2, 7, 4], 8)):
-        case = make_case(lens, query_lens, **{**SHAPE, "heads": heads, "kv_heads": 1})
-        fill_shared_memory(value)
-        check(case, *attend(case))
+    batches = ([128], [2], 1), ([200, 300], [8, 1], 8), ([3000, 300, 0], [2, 7, 4], 8)
+    cases = [make_case(lens, query_lens, **{**SHAPE, "heads": heads, "kv_heads": 1}) for lens, query_lens, heads in batches]
+    sm90_checks.check_after_filling_shared_memory(value, cases)
 
 
 @gpu
@@ -306,50 +257,16 @@ def test_more_sequences_than_the_scheduler_searches_at_once(taken, kv_heads):
 @gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bits_alone_in_a_batch_and_in_every_bucket(taken, dim):
-    lens = [1000, 300, 9000, 129, 2000, 64, 40, 4097]
-    query_lens = [1, 8, 6, 3, 2, 1, 5, 4]
-    case = make_case(lens, query_lens, **{**SHAPE, "dim": dim})
-    out, lse = attend(case)
-    starts = case.cu_seqlens_q.tolist()
-    for s, query_len in enumerate(query_lens):
-        rows = slice(starts[s], starts[s + 1])
-        for bucket in (8, query_len, 200):
-            alone, alone_lse = attend(part(case, s, s + 1, bucket))
-            assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s} in bucket {bucket}"
+    case = make_case([1000, 300, 9000, 129, 2000, 64, 40, 4097], [1, 8, 6, 3, 2, 1, 5, 4], **{**SHAPE, "dim": dim})
+    sm90_checks.check_bits_alone(case, 8, 200)
 
 
 @gpu
 def test_a_thousand_runs_beside_other_work(taken):
-    """Programs of other kernels come between those of a launch: no bit depends on it."""
-    case = make_case([int(n) for n in torch.randint(8, 6000, (40,))], [1 + i % 8 for i in range(40)], **SHAPE)
-    expected, _ = attend(case)
-    noise, other = torch.randn((2048, 2048), device="cuda"), torch.cuda.Stream()
-    for i in range(1000):
-        if i % 10 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        assert torch.equal(attend(case)[0], expected), i
+    lens = [int(n) for n in torch.randint(8, 6000, (40,))]
+    sm90_checks.check_a_thousand_runs_beside_other_work(make_case(lens, [1 + i % 8 for i in range(40)], **SHAPE))
 
 
 @gpu
 def test_dependent_launch_has_the_same_bits(taken):
-    case = make_case([1000, 33, 300, 12, 5000], [3, 8, 1, 7, 2], **SHAPE)
-    expected, expected_lse = attend(case)
-    _dependent.enable(True)
-    try:
-        attend(case)
-        torch.cuda.synchronize()
-        out, lse = torch.full_like(expected, float("nan")), torch.full_like(expected_lse, float("nan"))
-        q = torch.zeros_like(case.q)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                q.copy_(case.q)  # the launch before writes the queries
-                paged.paged_attention_out(q, *case.tensors[1:], **case.keywords, out=out, lse=lse)
-                q.zero_()
-        for _ in range(50):
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    finally:
-        _dependent.enable(False)
+    sm90_checks.check_dependent_launches(make_case([1000, 33, 300, 12, 5000], [3, 8, 1, 7, 2], **SHAPE))

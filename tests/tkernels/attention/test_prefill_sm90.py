@@ -5,43 +5,25 @@ A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tkernels.attention import sm90_checks
 from tests.tkernels.attention.cases import Case, check, check_far_pages, make_case
-from tests.tkernels.attention.test_batches import part
+from tests.tkernels.attention.sm90_cases import SHAPE, call, compile_offline, launches_of
 from tests.tkernels.attention.test_values import attend
+from tests.tkernels.captured import captured
 from tkernels import _repeats
 from tkernels.attention import paged, prefill_sm90
-from tkernels.attention._inputs import Inputs, check_inputs
 
-ROOT = Path(__file__).parents[3]
-SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
 gpu = pytest.mark.gpu
 
 
 # ---- which calls it takes
-
-
-def call(page_size: int = 16, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> Inputs:
-    q = torch.zeros((32, 4, dim), dtype=dtype)
-    cache = torch.zeros((4, page_size, 2, dim), dtype=dtype)
-    arguments: dict[str, Any] = dict(q=q, k_cache=cache, v_cache=cache.clone(), window=0, softcap=0.0, k_scale=None) | keywords
-    table = arguments.get("block_table", torch.zeros((1, 2), dtype=torch.int32))
-    return check_inputs(
-        arguments["q"], arguments["k_cache"], arguments["v_cache"], table,
-        torch.tensor([32], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32), 0.1, True, arguments["window"],
-        arguments["softcap"], None, arguments["k_scale"], None, 1.0,
-    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("gluon_compiles")
@@ -113,29 +95,6 @@ def test_refused_without_gluon() -> None:
 # ---- that it compiles
 
 
-ORDER = {  # by place (_dependent.py)
-    0: ["touch", "ret"],
-    1: ["wait", "launch_dependents", "touch", "ret"],
-    2: ["launch_dependents", "touch", "wait", "ret"],
-}
-
-
-def compile_offline(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Facts of each case; where it is beside others it waits for them when and where it must."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this triton has no Gluon for Hopper")
-    import triton
-
-    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("this triton brings no ptxas")
-    command = [sys.executable, "-m", "tests.tkernels.attention.offline_sm90", json.dumps(cases)]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    for case, facts in zip(cases, found, strict=True):
-        assert facts["order"] == ORDER[case.get("pdl", 0)], case
-    return found
-
-
 def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline(cases), strict=True):
         assert facts["spills"] == 0, (case, facts)
@@ -167,19 +126,9 @@ def test_every_specialisation_compiles_without_spills() -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Generator[list[Any]]:
+def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Iterator[list[Any]]:
     """Launches of the kernel, which the op must choose."""
-    launches: list[Any] = []
-    launch = prefill_sm90.prefill_sm90
-
-    def listed(*arguments: Any) -> Any:
-        launches.append(launch(*arguments))
-        return launches[-1]
-
-    monkeypatch.setattr(paged.prefill_sm90, "prefill_sm90", listed)
-    _repeats.forget()  # a repeated call launches past the list
-    yield launches
-    assert launches, "the call went to the plain Triton kernel"
+    yield from launches_of(prefill_sm90, monkeypatch)
 
 
 def verify(*arguments: Any, **keywords: Any) -> Case:
@@ -222,10 +171,7 @@ def test_pages_and_dims(taken, dim, page_size, dtype):
 @pytest.mark.parametrize("dim", [40, 80, 96, 112, 136, 192, 200])
 def test_head_dimensions_between(taken, dim):
     """Columns that fill a block up to a power of two are neither read nor written."""
-    case = verify(*RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda"))
-    wide = torch.full((case.q.shape[0], 8, dim + 8), float("nan"), dtype=case.q.dtype, device="cuda")
-    paged.paged_attention_out(*case.tensors, **case.keywords, out=wide[..., :dim])
-    assert torch.equal(wide[..., :dim], attend(case)[0]) and torch.isnan(wide[..., dim:]).all()
+    sm90_checks.check_inside_a_wider_out(verify(*RAGGED, dim=dim, extra_rows=3, sinks=torch.randn(8, device="cuda")))
 
 
 @gpu
@@ -246,10 +192,7 @@ def test_group_ratios(taken, heads, kv_heads):
 )  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_features(taken, dim, keywords):
-    keywords = dict(keywords)
-    if keywords.pop("sinks", False):
-        keywords["sinks"] = torch.randn(8, device="cuda")
-    verify(*RAGGED, dim=dim, extra_rows=3, **keywords)
+    verify(*RAGGED, dim=dim, extra_rows=3, **sm90_checks.on_device(keywords))
 
 
 @gpu
@@ -257,18 +200,7 @@ def test_features(taken, dim, keywords):
 @pytest.mark.parametrize("window", [1, 40, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_pages_before_the_window_belong_to_others(taken, dim, window, freed):
-    """What they hold, NaN too, changes no bit: not in the blocks that a tile skips, not in the one where its window begins."""
-    lens, query_lens = [700, 1500, 129], [100, 257, 129]
-    case = make_case(lens, query_lens, window=window, **{**SHAPE, "dim": dim})
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse)
-    for s, (length, query_len) in enumerate(zip(lens, query_lens, strict=True)):
-        start = max(length - query_len - window + 1, 0)  # the first key that a query sees
-        case.block_table[s, : start // 16] = -1 if freed == "gone" else 0  # page 0 is NaN
-        page = int(case.block_table[s, start // 16])
-        case.k_cache[page, : start % 16] = case.v_cache[page, : start % 16] = float("nan")
-    out, lse = attend(case)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    sm90_checks.check_pages_before_the_window(make_case([700, 1500, 129], [100, 257, 129], window=window, **{**SHAPE, "dim": dim}), freed)
 
 
 @gpu
@@ -292,18 +224,8 @@ def test_lengths_beyond_the_table_are_cut(taken):
 
 @gpu
 def test_strides(taken):
-    """q inside a fused projection, out inside a larger tensor, K and V in one allocation, pages ordered by head."""
-    case = verify(*RAGGED, interleaved=True)
-    expected, expected_lse = attend(case)
-    tokens = case.q.shape[0]
-    fused = torch.full((tokens, 12, 128), float("nan"), dtype=case.q.dtype, device="cuda")
-    fused[:, 2:10] = case.q
-    by_head = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (case.k_cache, case.v_cache)]
-    wide = torch.full((tokens, 9, 128), float("nan"), dtype=case.q.dtype, device="cuda")
-    lse = torch.full((8, tokens), float("nan"), device="cuda").t()
-    paged.paged_attention_out(fused[:, 2:10], *by_head, *case.tensors[3:], **case.keywords, out=wide[:, :8], lse=lse)
-    assert torch.equal(wide[:, :8], expected) and torch.equal(lse, expected_lse)
-    assert torch.isnan(wide[:, 8:]).all()
+    """K and V in one allocation too."""
+    sm90_checks.check_strides(verify(*RAGGED, interleaved=True))
 
 
 @gpu
@@ -311,12 +233,9 @@ def test_strides(taken):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_shared_memory_that_another_kernel_left(taken, dim, value):
     """Programs that end before their ring of tile descriptions was filled once must use nothing that lay there before."""
-    from tests.tkernels.attention.shared_memory import fill_shared_memory
-
-    for lens, query_lens, heads in (([128], [128], 1), ([200, 300], [100, 300], 8), ([3000, 300, 0], [700, 257, 40], 32)):
-        case = make_case(lens, query_lens, **{**SHAPE, "dim": dim, "heads": heads, "kv_heads": 1})
-        fill_shared_memory(value)
-        check(case, *attend(case))
+    batches = ([128], [128], 1), ([200, 300], [100, 300], 8), ([3000, 300, 0], [700, 257, 40], 32)
+    cases = [make_case(lens, query_lens, **{**SHAPE, "dim": dim, "heads": heads, "kv_heads": 1}) for lens, query_lens, heads in batches]
+    sm90_checks.check_after_filling_shared_memory(value, cases)
 
 
 @gpu
@@ -332,12 +251,7 @@ def test_many_sequences_of_many_lengths(taken):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_bits_alone_and_in_a_batch(taken, dim):
     case = make_case([1000, 300, 700, 129, 2000, 64, 40], [200, 300, 1, 129, 300, 64, 9], **{**SHAPE, "dim": dim})
-    out, lse = attend(case)
-    starts = case.cu_seqlens_q.tolist()
-    for s in range(7):
-        alone, alone_lse = attend(part(case, s, s + 1))
-        rows = slice(starts[s], starts[s + 1])
-        assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+    sm90_checks.check_bits_alone(case)
 
 
 @gpu
@@ -348,12 +262,7 @@ def test_one_graph_serves_every_length(taken):
     def step() -> None:
         paged.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-        step()
+    graph, _ = captured(lambda: (step(), step()))
     for lens, starts in (
         ([2048] * 4, [0, 256, 512, 768, 1024]), ([0, 9, 1000, 2047], [0, 0, 9, 500, 1024]), ([256, 300, 1, 2048], [0, 256, 512, 513, 768]),
         ([5, 5, 5, 1024], [0, 1, 2, 3, 1024]), ([1, 2, 3, 4], [0, 1, 2, 3, 4]),
@@ -387,24 +296,8 @@ def test_two_streams_at_once(taken):
 @gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_thousand_reruns_under_stress(taken, dim):
-    """Bit-identical while another stream's kernels take multiprocessors and bandwidth at changing moments."""
     case = make_case([1000, 33, 700, 129, 3000, 300], [500, 33, 5, 129, 300, 257], **{**SHAPE, "dim": dim, "heads": 32, "kv_heads": 8})
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse)
-    other = torch.cuda.Stream()
-    noise = torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for i in range(1000):
-        with torch.cuda.stream(other):
-            if i % 3 == 0:
-                noise[: 256 * (1 + i % 16)] @ noise
-            elif i % 7 == 0:
-                noise.mul_(1.0)
-        out, lse = attend(case)
-        wrong += (out != expected).sum() + (lse != expected_lse).sum()
-        if i % 50 == 0:
-            torch.cuda.synchronize()
-    assert int(wrong) == 0
+    sm90_checks.check_a_thousand_runs_under_stress(case)
 
 
 @gpu

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-import tkernels
+from tests.tkernels.attention import sm90_cases, sm90_checks
 from tests.tkernels.attention import test_prefill_sm90 as base
 from tests.tkernels.attention.cases import Case, check, make_case
-from tests.tkernels.attention.test_batches import part
-from tests.tkernels.attention.test_prefill_sm90 import RAGGED, call, verify_compiled
+from tests.tkernels.attention.sm90_cases import call
+from tests.tkernels.attention.test_prefill_sm90 import RAGGED, verify_compiled
 from tests.tkernels.attention.test_values import attend
 from tkernels.attention import prefill_sm90
 
 FP8 = torch.float8_e4m3fn
-SHAPE: dict[str, Any] = base.SHAPE | {"dtype": FP8, "q_dtype": FP8}
+SHAPE: dict[str, Any] = sm90_cases.SHAPE | {"dtype": FP8, "q_dtype": FP8}
 TOLERANCE = 4e-2
 gpu = pytest.mark.gpu
 taken = base.taken  # the fixture
@@ -128,10 +128,7 @@ def test_group_ratios(taken, heads, kv_heads):
     ids=str,
 )  # fmt: skip
 def test_features(taken, keywords):
-    keywords = dict(keywords)
-    if keywords.pop("sinks", False):
-        keywords["sinks"] = torch.randn(8, device="cuda")
-    verify(*RAGGED, extra_rows=3, **keywords)
+    verify(*RAGGED, extra_rows=3, **sm90_checks.on_device(keywords))
 
 
 @gpu
@@ -178,19 +175,8 @@ def test_weights_far_below_the_largest_still_count(taken):
 @pytest.mark.parametrize("freed", ["gone", "reused"])
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_pages_before_the_window_belong_to_others(taken, window, freed):
-    lens, query_lens = [700, 1500, 129], [100, 257, 129]
-    case = make_case(lens, query_lens, window=window, **SHAPE)
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse, tolerance=TOLERANCE)
-    k, v = case.k_cache.float(), case.v_cache.float()
-    for s, (length, query_len) in enumerate(zip(lens, query_lens, strict=True)):
-        start = max(length - query_len - window + 1, 0)  # the first key that a query sees
-        case.block_table[s, : start // 16] = -1 if freed == "gone" else 0  # page 0 is NaN
-        page = int(case.block_table[s, start // 16])
-        k[page, : start % 16] = v[page, : start % 16] = float("nan")
-    case.k_cache, case.v_cache = k.to(FP8), v.to(FP8)
-    out, lse = attend(case)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    case = make_case([700, 1500, 129], [100, 257, 129], window=window, **SHAPE)
+    sm90_checks.check_pages_before_the_window(case, freed, TOLERANCE)
 
 
 @gpu
@@ -202,63 +188,29 @@ def test_rows_that_see_no_key(taken, sinks):
 
 @gpu
 def test_strides(taken):
-    """q inside a fused projection, out inside a larger tensor, pages ordered by head."""
-    case = verify(*RAGGED, interleaved=True)
-    expected, expected_lse = attend(case)
-    tokens = case.q.shape[0]
-    fused = torch.zeros((tokens, 12, 128), device="cuda")
-    fused[:, 2:10] = case.q.float()
-    by_head = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (case.k_cache, case.v_cache)]
-    wide = torch.full((tokens, 9, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
-    lse = torch.full((8, tokens), float("nan"), device="cuda").t()
-    tkernels.paged_attention_out(fused.to(FP8)[:, 2:10], *by_head, *case.tensors[3:], **case.keywords, out=wide[:, :8], lse=lse)
-    assert torch.equal(wide[:, :8], expected) and torch.equal(lse, expected_lse)
-    assert torch.isnan(wide[:, 8:]).all()
+    """K and V in one allocation too."""
+    sm90_checks.check_strides(verify(*RAGGED, interleaved=True))
 
 
 @gpu
 @pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
 def test_shared_memory_that_another_kernel_left(taken, value):
-    from tests.tkernels.attention.shared_memory import fill_shared_memory
-
-    for lens, query_lens, heads in (([128], [128], 1), ([200, 300], [100, 300], 8), ([3000, 300, 0], [700, 257, 40], 32)):
-        case = make_case(lens, query_lens, **{**SHAPE, "heads": heads, "kv_heads": 1})
-        fill_shared_memory(value)
-        check(case, *attend(case), tolerance=TOLERANCE)
+    batches = ([128], [128], 1), ([200, 300], [100, 300], 8), ([3000, 300, 0], [700, 257, 40], 32)
+    cases = [make_case(lens, query_lens, **{**SHAPE, "heads": heads, "kv_heads": 1}) for lens, query_lens, heads in batches]
+    sm90_checks.check_after_filling_shared_memory(value, cases, TOLERANCE)
 
 
 @gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bits_alone_and_in_a_batch(taken, dim):
     case = make_case([1000, 300, 700, 129, 2000, 64, 40], [200, 300, 1, 129, 300, 64, 9], **{**SHAPE, "dim": dim})
-    out, lse = attend(case)
-    starts = case.cu_seqlens_q.tolist()
-    for s in range(7):
-        alone, alone_lse = attend(part(case, s, s + 1))
-        rows = slice(starts[s], starts[s + 1])
-        assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows]), f"sequence {s}"
+    sm90_checks.check_bits_alone(case)
 
 
 @gpu
 def test_thousand_reruns_under_stress(taken):
-    """Bit-identical while another stream's kernels take multiprocessors and bandwidth at changing moments."""
     case = make_case([1000, 33, 700, 129, 3000, 300], [500, 33, 5, 129, 300, 257], **{**SHAPE, "heads": 32, "kv_heads": 8})
-    expected, expected_lse = attend(case)
-    check(case, expected, expected_lse, tolerance=TOLERANCE)
-    other = torch.cuda.Stream()
-    noise = torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for i in range(1000):
-        with torch.cuda.stream(other):
-            if i % 3 == 0:
-                noise[: 256 * (1 + i % 16)] @ noise
-            elif i % 7 == 0:
-                noise.mul_(1.0)
-        out, lse = attend(case)
-        wrong += (out != expected).sum() + (lse != expected_lse).sum()
-        if i % 50 == 0:
-            torch.cuda.synchronize()
-    assert int(wrong) == 0
+    sm90_checks.check_a_thousand_runs_under_stress(case, TOLERANCE)
 
 
 @gpu
