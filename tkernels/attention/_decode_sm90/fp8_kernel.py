@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tkernels._gluon import depart, enter
 from tkernels.attention._decode_sm90.fp8_consumer import fp8_consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, Q_STAGES
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
+from tkernels.attention._decode_sm90.shared import Q_STAGES, make_rings
+from tkernels.attention._sm90_gluon import FIRST_BARRIER
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -32,7 +31,6 @@ def decode_fp8_sm90_kernel(
     """As decode_sm90_kernel, with boxes of [1, COLUMNS, DIM] for q and SLOT_ROWS rows a slot, GROUP rounded up to a power of two. Also
     writes zeros into the rows of no sequence. DTYPE: q's."""
     enter(PDL)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], gl.float8e4nv)
     k_blocks = gl.allocate_shared_memory(gl.float8e4nv, [K_STAGES, BLOCK_N, DIM], layout)
@@ -40,27 +38,7 @@ def decode_fp8_sm90_kernel(
     # half of the consumer's accumulators, whose warps are summed where a leaf ends; swizzled, so that neither side has conflicts
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() * COLUMNS // 2, DIM], swizzled)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
-    segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(WORK_STAGES):
-        mbarrier.init(segment_full.index(stage), count=1)
-        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
-    for stage in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    fence_async_shared()
-    segments = Work(words, segment_full, segment_empty)
-    ks = Stages(k_blocks, k_full)
-    vs = Stages(v_blocks, v_full)
+    q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
     HANDSHAKE: gl.constexpr = 32 * gl.num_warps() + 32  # the consumer and a loader
     gl.warp_specialize(
         [

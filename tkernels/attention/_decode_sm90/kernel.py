@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tkernels._gluon import depart, enter
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import FIELDS, HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
+from tkernels.attention._decode_sm90.shared import HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS, make_rings
+from tkernels.attention._sm90_gluon import FIRST_BARRIER
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -45,31 +44,10 @@ def decode_sm90_kernel(
     and state_ptr [rows, 2], and in arrivals_ptr an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
     enter(PDL)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, ROWS, DIM], layout)
     k_blocks = gl.allocate_shared_memory(DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
     v_blocks = gl.allocate_shared_memory(DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
-    segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(WORK_STAGES):
-        mbarrier.init(segment_full.index(stage), count=1)
-        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
-    for stage in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    fence_async_shared()
-    segments = Work(words, segment_full, segment_empty)
-    ks = Stages(k_blocks, k_full)
-    vs = Stages(v_blocks, v_full)
+    q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
     gl.warp_specialize(
         [
             (

@@ -1,4 +1,4 @@
-"""What the roles of the kernel share: sizes, the tree of a sequence, where the work is cut."""
+"""What the roles of the kernels share: sizes, rings, the tree of a sequence, where the work is cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tkernels.attention._sm90_gluon import WORK_STAGES, Stages, Work
 
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
 MIN_QUERIES = gl.constexpr(2)
@@ -67,3 +70,30 @@ def range_of(ranges, block):
     edge = ranges.larger * (ranges.quota + 1)
     late = ranges.larger + (block - edge) // gl.maximum(ranges.quota, 1)
     return gl.where(block < edge, block // (ranges.quota + 1), late)
+
+
+@gluon.jit
+def make_rings(k_blocks, v_blocks):
+    """(``full`` and ``empty`` of the queries' ring, the rings of K and V over their blocks, the ring of segments), ready for all roles."""
+    K_STAGES: gl.constexpr = k_blocks.shape[0]
+    V_STAGES: gl.constexpr = v_blocks.shape[0]
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=1)
+    for stage in gl.static_range(WORK_STAGES):
+        mbarrier.init(segment_full.index(stage), count=1)
+        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
+    for stage in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+    fence_async_shared()
+    return q_full, q_empty, Stages(k_blocks, k_full), Stages(v_blocks, v_full), Work(words, segment_full, segment_empty)
