@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tkernels._gluon import barrier
-from tkernels.attention._decode_sm90.shared import FOLD_ROWS, HANDSHAKE, Q_STAGES, ROWS
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, meet, wait_work
+from tkernels.attention._decode_sm90.shared import FOLD_ROWS, HANDSHAKE, Q_STAGES, ROWS, read_segment
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, meet, wait_work
 
 
 @gluon.jit
@@ -193,16 +193,7 @@ def consumer(
     blocks = 1
     while blocks > 0:
         at = wait_work(segments, k)
-        blocks = get_word(segments, at, 0)
-        first = get_word(segments, at, 1)
-        head = get_word(segments, at, 2)
-        length = get_word(segments, at, 4)
-        first_row = get_word(segments, at, 5)
-        query_len = get_word(segments, at, 6)
-        begin = get_word(segments, at, 7)
-        share = get_word(segments, at, 8)
-        leaf = get_word(segments, at, 9)
-        owner = get_word(segments, at, 10)
+        blocks, first, head, length, first_row, query_len, begin, share, leaf, owner = read_segment(segments, at)
         mbarrier.arrive(segments.empty.index(at), count=1)
         if blocks > 0:
             q_stage = k % Q_STAGES

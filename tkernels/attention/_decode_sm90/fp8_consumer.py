@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tkernels._gluon import barrier
 from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
 from tkernels.attention._decode_sm90.fp8_operands import bits, load_k, load_q, load_v, transpose
-from tkernels.attention._decode_sm90.shared import Q_STAGES
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, get_word, wait_work
+from tkernels.attention._decode_sm90.shared import Q_STAGES, read_segment
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, wait_work
 
 
 @gluon.constexpr_function
@@ -203,16 +203,7 @@ def fp8_consumer(
     blocks = 1
     while blocks > 0:
         at = wait_work(segments, k)
-        blocks = get_word(segments, at, 0)
-        first = get_word(segments, at, 1)
-        head = get_word(segments, at, 2)
-        length = get_word(segments, at, 4)
-        first_row = get_word(segments, at, 5)
-        query_len = get_word(segments, at, 6)
-        begin = get_word(segments, at, 7)
-        share = get_word(segments, at, 8)
-        leaf = get_word(segments, at, 9)
-        owner = get_word(segments, at, 10)
+        blocks, first, head, length, first_row, query_len, begin, share, leaf, owner = read_segment(segments, at)
         barrier()  # all warps have read
         mbarrier.arrive(segments.empty.index(at), count=1)
         if blocks > 0:

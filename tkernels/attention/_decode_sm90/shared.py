@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tkernels.attention._sm90_gluon import WORK_STAGES, Stages, Work
+from tkernels.attention._sm90_gluon import WORK_STAGES, Stages, Work, get_word
 
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
 MIN_QUERIES = gl.constexpr(2)
@@ -97,3 +97,19 @@ def make_rings(k_blocks, v_blocks):
         mbarrier.init(v_full.index(stage), count=1)
     fence_async_shared()
     return q_full, q_empty, Stages(k_blocks, k_full), Stages(v_blocks, v_full), Work(words, segment_full, segment_empty)
+
+
+@gluon.jit
+def read_segment(segments, at):
+    """What a consumer must know of the segment at stage ``at``, as the scheduler wrote it. Word 3 is the loaders'."""
+    blocks = get_word(segments, at, 0)
+    first = get_word(segments, at, 1)
+    head = get_word(segments, at, 2)
+    length = get_word(segments, at, 4)
+    first_row = get_word(segments, at, 5)
+    query_len = get_word(segments, at, 6)
+    begin = get_word(segments, at, 7)
+    share = get_word(segments, at, 8)
+    leaf = get_word(segments, at, 9)
+    owner = get_word(segments, at, 10)
+    return blocks, first, head, length, first_row, query_len, begin, share, leaf, owner
