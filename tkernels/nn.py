@@ -24,6 +24,7 @@ from torch import nn
 
 from tkernels.activation import gelu_and_mul, gelu_and_mul_ref, silu_and_mul, silu_and_mul_ref
 from tkernels.attention import paged_attention_out
+from tkernels.attention.ref import output_dtype
 from tkernels.layernorm import layer_norm, layer_norm_ref
 from tkernels.linear import linear
 from tkernels.rmsnorm import rms_norm, rms_norm_ref
@@ -283,9 +284,11 @@ class PagedAttention(nn.Module):
         k_scale: torch.Tensor | float | None = None,
         v_scale: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """q [tokens, num_heads, head_dim] or [tokens, num_heads · head_dim] → the same shape. The rest as in ``paged_attention``."""
+        """q [tokens, num_heads, head_dim] or [tokens, num_heads · head_dim] → the same shape and dtype, bf16 for e4m3 queries. The rest
+        as in ``paged_attention``."""
         heads = q.view(-1, self.num_heads, self.head_dim)
-        out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)  # by the caller of the splitting op: see docs/static-addresses.md
+        # by the caller of the splitting op: see docs/static-addresses.md
+        out = torch.empty(heads.shape, dtype=output_dtype(q.dtype), device=q.device)
         paged_attention_out(
             heads, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale=self.scale, max_query_len=max_query_len,
             causal=self.causal, window=self.window, softcap=self.softcap, sinks=self.sinks, k_scale=k_scale, v_scale=v_scale, out=out,

@@ -181,6 +181,15 @@ def test_paged_attention_module_equals_the_function(device: torch.device) -> Non
     torch.testing.assert_close(out, expected.flatten(1), rtol=0, atol=0)
 
 
+def test_paged_attention_module_gives_bf16_for_fp8_queries(device: torch.device) -> None:
+    module = tk.PagedAttention(4, 16, 2, device=device)
+    q, caches = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in ((2, 4 * 16), (2, 2, 4, 2, 16)))
+    step = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[1], [0]], [4, 2], [0, 1, 2])]
+    out = module(q, caches[0], caches[1], *step, 1, v_scale=0.5)
+    expected = tkernels.paged_attention(q.view(2, 4, 16), caches[0], caches[1], *step, scale=0.25, max_query_len=1, v_scale=0.5)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected.flatten(1))
+
+
 class _Block(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()

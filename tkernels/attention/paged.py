@@ -153,6 +153,8 @@ def split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
     if isinstance(scale, torch.Tensor):
         return scale, 1.0
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"{name}: expected a positive number, got {scale}")
         return None, float(scale)
     raise TypeError(f"{name}: expected a number, a float32 tensor [], [1] or [kv_heads], or None, got {type(scale).__name__}")
 
@@ -198,7 +200,7 @@ def paged_attention(
         A longer sequence than that is left unwritten (on the CPU reference: ValueError).
     causal: a query at position p sees keys 0 .. p (queries are the last tokens of a sequence). window: it sees p - window + 1 .. p.
     softcap: logits become softcap · tanh(logits / softcap); 0: none. sinks: [heads] logits that enter the denominator and the LSE.
-    k_scale, v_scale: stored value · scale = true value; a number (baked into a graph) or a float32 tensor [], [1] or [kv_heads].
+    k_scale, v_scale: stored value · scale = true value; a positive number (baked into a graph) or a float32 tensor [], [1] or [kv_heads].
     return_lse: also return the natural log of the denominator, [tokens, heads] fp32, for ``merge_attention``.
     Returns out [tokens, heads, dim] like q (bf16 for e4m3 queries), contiguous. Raises ValueError or TypeError naming the argument that
     is wrong.

@@ -89,6 +89,8 @@ def test_b095_heads_must_divide(heads, kv_heads, device):
         ({"k_scale": lambda _: torch.ones(3)}, ValueError, r"k_scale: expected a number, or a tensor"),
         ({"v_scale": lambda _: torch.ones(1, dtype=torch.float16)}, TypeError, "v_scale: expected float32"),
         ({"v_scale": lambda _: "1.0"}, TypeError, "v_scale: expected a number"),
+        ({"k_scale": lambda _: 0.0}, ValueError, "k_scale: expected a positive number, got 0.0"),
+        ({"v_scale": lambda _: float("nan")}, ValueError, "v_scale: expected a positive number, got nan"),
         ({"causal": lambda _: False, "window": lambda _: 4}, ValueError, "window: expected causal=True"),
     ],
 )  # fmt: skip
@@ -130,6 +132,21 @@ def test_out_of_fp8_queries_is_bf16(device):
     with torch.device("meta"):
         out = torch.ops.tkernels.paged_attention(*(t.to("meta") for t in case.tensors), *_DEFAULTS)[0]
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("op", ["functional", "out"])
+def test_fp8_queries_traced_look_like_those_computed(op, device):
+    """opcheck, but for its test of the schema: it compares arguments by operators that torch lacks for e4m3 on the CPU."""
+    fp8 = torch.float8_e4m3fn
+    case = make_case([5, 3], [2, 1], heads=2, kv_heads=1, dim=16, page_size=4, dtype=fp8, q_dtype=fp8, device=device, poison=False)
+    strided = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    more = (torch.empty(case.q.shape, dtype=torch.bfloat16, device=device), None) if op == "out" else ()
+    target = torch.ops.tkernels.paged_attention_out.default if op == "out" else torch.ops.tkernels.paged_attention.default
+    with reference_ops():
+        torch.library.opcheck(
+            target, (strided, *case.tensors[1:], *_DEFAULTS, *more),
+            test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )  # fmt: skip
 
 
 def test_max_query_len_too_small_is_refused_by_the_reference():
