@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from runtime.inputs import Dim, InputSpec, cut, tails
+from runtime.inputs import Dim, InputSpec, as_tensor, cut, tails
 from runtime.staging import Layout, Part, Staging
 
 _ALIGN = 256  # bytes; what the device allocator gives, and TMA and vector loads want at least 16
@@ -112,14 +112,13 @@ class Arena:
     def host(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Numpy arrays of the real sizes to write the next step's inputs into; then call ``upload`` with the same sizes.
 
-        Waits until the copy that last used this staging buffer is done. bfloat16 inputs appear as their bits, uint16.
+        Waits until the copy that last used this staging buffer is done. bfloat16 and float8 appear as their bits, uint16 and uint8.
         """
         return self.hand_out(self.layout(real, padded)).heads
 
     def as_tensors(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies of what was written into ``host(…)``, as tensors on the host."""
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-        return {name: t.view(torch.bfloat16) if self.specs[name].dtype is torch.bfloat16 else t for name, t in tensors.items()}
+        return {name: as_tensor(array.copy(), self.specs[name].dtype) for name, array in arrays.items()}
 
     def upload(self, real: Mapping[str, int], padded: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Complete the tails of what was written into ``host(…)`` and copy it to the device, in one copy.

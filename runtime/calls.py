@@ -131,8 +131,9 @@ class Staged:
     """The next step, as arrays to write its inputs into; calling it runs the step. Made by ``GraphedModule.stage``, good for one call.
 
     arrays: input -> numpy array of the real size, over pinned memory that one copy brings to the device; it holds what an earlier
-    step left. bfloat16 appears as its bits, uint16. note: which step that was, if its writer said so in ``note.now`` after writing and
-    nobody else was handed this memory since; it then stands in ``note.before``, and what is as it was need not be written again.
+    step left. bfloat16 and float8 appear as their bits, uint16 and uint8. note: which step that was, if its writer said so in
+    ``note.now`` after writing and nobody else was handed this memory since; it then stands in ``note.before``, and what is as it was
+    need not be written again.
     """
 
     __slots__ = ("_run", "arrays", "note")

@@ -87,13 +87,26 @@ def tails(spec: InputSpec, view: torch.Tensor, real: Mapping[str, int]) -> list[
     return found
 
 
+# dtypes that numpy lacks, and what holds their bits
+_BITS = {torch.bfloat16: torch.uint16} | {
+    dtype: torch.uint8 for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+}
+
+
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory; bfloat16 as its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    """The same memory; bfloat16 and the float8 dtypes as their bits."""
+    bits = _BITS.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
+
+
+def as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory, from the array of ``as_numpy`` of a tensor of this dtype."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype in _BITS else tensor
 
 
 def fill_value(value: float | int, dtype: torch.dtype) -> float | int:
     """What to write into the array of ``as_numpy`` for this value."""
-    if dtype is not torch.bfloat16:
+    if dtype not in _BITS:
         return value
     return int(as_numpy(torch.tensor([value], dtype=dtype, device="cpu"))[0])

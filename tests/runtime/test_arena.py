@@ -93,6 +93,26 @@ def test_tails_that_a_staging_buffer_holds_already_are_the_padding(steps: list[t
             expect(a.upload(real, padded), given, tokens, seqs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_inputs_are_staged_as_their_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """E.g. quantised queries as an argument of the step; numpy has no such dtype."""
+    a = Arena([InputSpec("q", (T, 3), dtype, 0.5), InputSpec("scale", (), dtype)], {"tokens": 4}, device)
+    real, padded = {"tokens": 2}, {"tokens": 3}
+    given = {"q": torch.randn(2, 3).to(dtype), "scale": torch.tensor(1.5).to(dtype)}
+    arrays = a.host(real, padded)
+    for name, array in arrays.items():
+        assert array.dtype == np.uint8
+        array[...] = given[name].view(torch.uint8).numpy()
+    written = a.as_tensors(arrays)
+    for views in (a.upload(real, padded), a.load(given, real, padded)):
+        assert views["q"].dtype == written["q"].dtype == dtype and views["q"].shape == (3, 3)
+        assert torch.equal(views["q"][:2].cpu().float(), given["q"].float()) and (views["q"][2:].float() == 0.5).all()
+        assert float(views["scale"]) == float(written["scale"]) == 1.5
+    assert torch.equal(written["q"].float(), given["q"].float())
+    a.poison_tails(real, padded)
+    assert views["q"].float().isnan().sum(1).tolist() == [0, 0, 3]
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_buffer_is_written_again_only_after_its_copy(size: int) -> None:
     """RACE: an event covers all copies before it, so two of them are enough for a ring; here it is seen who was waited for when."""
