@@ -109,8 +109,10 @@ def merge_attention_ref(
     Returns (out like out_a, lse like lse_a).
     """
     wide = _wide(out_a.dtype)
-    outs = torch.cat((out_a[None].to(wide), out_b.reshape(-1, *out_a.shape).to(wide)))
-    lses = torch.cat((lse_a[None].to(wide), lse_b.reshape(-1, *lse_a.shape).to(wide)))
+    if out_b.dim() == out_a.dim():
+        out_b, lse_b = out_b[None], lse_b[None]
+    outs = torch.cat((out_a[None].to(wide), out_b.to(wide)))
+    lses = torch.cat((lse_a[None].to(wide), lse_b.to(wide)))
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))[..., None]
     # a weight of zero takes nothing, not 0 · NaN, from an empty set's unwritten rows

@@ -30,6 +30,14 @@ def test_merge_against_the_oracle(dtype, tolerance, device):
     assert (out[2] == 0).all() and torch.isneginf(lse[2]).all()
 
 
+@pytest.mark.parametrize("states", [(), (3,)])
+def test_merge_of_no_tokens_by_the_reference(states, device):
+    out, lse = torch.empty(0, 3, 24, device=device), torch.empty(0, 3, device=device)
+    with reference_ops():
+        merged = tkernels.merge_attention(out, lse, out.expand(*states, 0, 3, 24), lse.expand(*states, 0, 3))
+    assert [x.shape for x in merged] == [(0, 3, 24), (0, 3)]
+
+
 def test_merge_of_two_halves_is_attention_over_the_whole(device):
     """The oracle of the merge is itself right: attention over the first pages and over the rest, merged."""
     case = make_case([40], [1], heads=4, kv_heads=2, dim=16, page_size=8, poison=False)
