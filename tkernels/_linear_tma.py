@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,6 +62,27 @@ def shared_bytes(tile: Tile, rows: int, k: int, gated: bool) -> int:
     return tile.num_stages * tile.block_k * tile.block_n * (4 if gated else 2) + x
 
 
+def weight_descriptor(weight: torch.Tensor, tile: Tile, box: list[int], shape: list[int], strides: list[int]) -> Any:
+    """Of the weight as ``shape`` with ``strides`` in boxes of ``box``, inputs last, CHUNK of them in a box.
+
+    For tiles with slices one box brings a whole stage, in which the lines of one chunk lie together.
+    """
+    from triton.experimental.gluon import language as gl
+
+    if tile.slices > 1:
+        box, strides = [tile.block_k // CHUNK, *box], [CHUNK, *strides]
+        shape = [shape[-1] // CHUNK, *shape[:-1], CHUNK]
+    return described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box)))
+
+
+def sizes(tile: Tile, rows: int, k: int) -> tuple[int, ...]:
+    """The last constants of both kernels: X_ROWS, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE."""
+    block_m = tile.block_m(rows)
+    slices = tile.slices if tile.slices > 1 else 0
+    x_rows = 1 if rows == 1 else block_m
+    return x_rows, block_m, tile.block_n, tile.block_k // CHUNK, tile.num_stages, slices, piece_chunks(tile, rows, k)
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -74,24 +95,15 @@ def launch(
     tile: Tile,
 ) -> None:
     """As ``launch`` of ``_linear_kernels``, for outputs only, where neither ``absence`` nor ``refusal`` has anything to say."""
-    from triton.experimental.gluon import language as gl
-
     from tkernels._linear_sm90 import linear_sm90_kernel
 
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m, chunks = tile.block_m(rows), tile.block_k // CHUNK
-    slices = tile.slices if tile.slices > 1 else 0
     stride = weight.stride(0) if weight.shape[0] > 1 else k
-    if slices:  # the boxes' lines of one chunk lie together
-        box, shape, strides = [chunks, tile.block_n, CHUNK], [k // CHUNK, weight.shape[0], CHUNK], [CHUNK, stride, 1]
-    else:
-        box, shape, strides = [tile.block_n, CHUNK], [weight.shape[0], k], [stride, 1]
     _dependent.launch(
         linear_sm90_kernel, (cdiv(n, tile.block_n),), x.device,
-        described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box))),
+        weight_descriptor(weight, tile, [tile.block_n, CHUNK], list(weight.shape), [stride, 1]),
         x, norm_weight, bias, residual, y, rows, n, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         k, norm_weight is not None, bias is not None, gated, residual is not None,
-        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, piece_chunks(tile, rows, k),
-        num_warps=tile.num_warps,
+        *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 
 from tkernels import _dependent, _linear_tma
 from tkernels._checks import FLOATS
-from tkernels._linear_tma import CHUNK, piece_chunks
-from tkernels._tma import described
+from tkernels._linear_tma import CHUNK, sizes, weight_descriptor
 
 if TYPE_CHECKING:
     from tkernels._linear_kernels import Tile
@@ -45,26 +44,17 @@ def launch(
     tile: Tile,
 ) -> None:
     """As ``launch`` of ``_qkv_kernels``, where neither ``absence`` nor ``refusal`` has anything to say."""
-    from triton.experimental.gluon import language as gl
-
     from tkernels._qkv_sm90 import qkv_sm90_kernel
 
     rows, k = x.shape
     pages, page_size, kv_heads, head_dim = k_cache.shape
-    n, half, pairs = weight.shape[0], head_dim // 2, tile.block_n // 2
-    block_m, chunks = tile.block_m(rows), tile.block_k // CHUNK
-    slices = tile.slices if tile.slices > 1 else 0
-    box, shape = [2, pairs, CHUNK], [n // half, half, k]
-    strides = [half * weight.stride(0), weight.stride(0), 1]
-    if slices:  # the boxes' lines of one chunk lie together
-        box, shape, strides = [chunks, *box], [k // CHUNK, *shape[:2], CHUNK], [CHUNK, *strides]
+    n, half, stride = weight.shape[0], head_dim // 2, weight.stride(0)
     _dependent.launch(
         qkv_sm90_kernel, (n // tile.block_n,), x.device,
-        described(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, len(box))),
+        weight_descriptor(weight, tile, [2, tile.block_n // 2, CHUNK], [n // half, half, k], [half * stride, stride, 1]),
         x, norm_weight, bias, q, k_cache, v_cache, positions, cos_sin, slots,
         rows, x.stride(0), eps, q.shape[1], kv_heads, cos_sin.shape[0], pages * page_size,
         *k_cache.stride()[:3], *v_cache.stride()[:3], positions.stride(0), cos_sin.stride(0), slots.stride(0),
         max(page_size, 1), head_dim, k, norm_weight is not None, bias is not None,
-        1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, slices, piece_chunks(tile, rows, k),
-        num_warps=tile.num_warps,
+        *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip
