@@ -24,6 +24,7 @@ import pytest
 import torch
 from oracle import FP8
 
+from bench.profile_step import Kernel, shares
 from tkernels._op import _on_its_device
 from tkernels._triton import INTERPRETED, cast, dot, tl, triton
 from tkernels.quant import to_fp8
@@ -290,3 +291,16 @@ def test_interpreter_without_triton_says_what_to_install() -> None:
         TRITON_INTERPRET="1",
     )
     assert "pip install triton" in out
+
+
+def test_shares_of_overlapping_kernels_and_gaps_add_up_to_the_span():
+    one = [Kernel("a", (4,), 0.0, 10.0), Kernel("b", (8,), 6.0, 15.0), Kernel("c", (1,), 7.0, 9.0), Kernel("a", (4,), 17.0, 20.0)]
+    rows = {(row["kernel"], *row["grid"]): row for row in shares([one, list(reversed(one))])}
+    assert {key: row["share_us"] for key, row in rows.items()} == {("a", 4): 13.0, ("b", 8): 5.0, ("c", 1): 0.0, ("gaps",): 2.0}
+    assert rows["a", 4] == {"kernel": "a", "grid": [4], "launches": 2.0, "kernel_us": 6.5, "share_us": 13.0}
+    assert rows["gaps",]["launches"] == 1
+
+
+def test_shares_keep_kernels_of_one_name_with_different_grids_apart():
+    rows = shares([[Kernel("a", (1,), 0.0, 1.0), Kernel("a", (2,), 1.0, 4.0)]])
+    assert [(row["kernel"], row["grid"], row["share_us"]) for row in rows] == [("a", [2], 3.0), ("a", [1], 1.0), ("gaps", [], 0.0)]
