@@ -17,7 +17,6 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import tkernels
 from runtime.rotary import Rotary
@@ -153,7 +152,9 @@ class CausalLM(nn.Module):
 
     forward(input_ids [tokens] int64, positions [tokens] int64, slot_mapping [tokens] int64 (negative: nothing is written),
             block_table [seqs, pages] int32, seq_lens [seqs] int32 (new tokens included; 0: padding), cu_seqlens_q [seqs + 1] int32,
-            logits_rows [seqs] int64 (the token whose logits are wanted), max_query_len: upper bound, host integer)
+            logits_rows [seqs] int64 (the token whose logits are wanted), max_query_len: upper bound, host integer,
+            token_source [tokens] int64 and last_tokens [any] int64, both or neither: where the first is not negative, the token is
+            ``last_tokens[token_source]`` and not in ``input_ids``)
         -> logits [seqs, vocab] in the model's dtype.
     """
 
@@ -180,15 +181,17 @@ class CausalLM(nn.Module):
         cu_seqlens_q: torch.Tensor,
         logits_rows: torch.Tensor,
         max_query_len: int,
+        token_source: torch.Tensor | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rotation = self.rotary(positions, seq_lens, cu_seqlens_q)
         step = Step(slot_mapping, block_table, seq_lens, cu_seqlens_q, max_query_len)
-        residual = F.embedding(input_ids, self.embed_tokens)  # [tokens, hidden]
+        residual = tkernels.embedding(input_ids, self.embed_tokens, token_source, last_tokens)  # [tokens, hidden]
         for layer in self.layers:
             residual = layer(residual, rotation, step)
         # [seqs, hidden] from here on: only the wanted rows go through the last norm and the head
         head = self.embed_tokens if self.lm_head is None else self.lm_head.weight
-        return tkernels.linear(residual[logits_rows], head, norm_weight=self.norm.weight, eps=self.norm.eps)
+        return tkernels.linear(tkernels.embedding(logits_rows, residual), head, norm_weight=self.norm.weight, eps=self.norm.eps)
 
     def bind_cache(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Register one (k, v) pair a layer as non-persistent buffers, replacing those bound before.

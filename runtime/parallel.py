@@ -85,7 +85,9 @@ class ParallelCausalLM(CausalLM):
         self.parallel, self.full_spec, self.local_vocab = parallel, spec, local.vocab
         self.spec = dataclasses.replace(local, vocab=spec.vocab)
 
-    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _embed(self, input_ids: torch.Tensor, token_source: torch.Tensor | None, last_tokens: torch.Tensor | None) -> torch.Tensor:
+        if token_source is not None and last_tokens is not None:
+            input_ids = torch.where(token_source >= 0, last_tokens[token_source.clamp(min=0)], input_ids)
         row = input_ids - self.parallel.rank * self.local_vocab
         mine = (row >= 0) & (row < self.local_vocab)
         part = F.embedding(row.clamp(0, self.local_vocab - 1), self.embed_tokens)
@@ -101,11 +103,13 @@ class ParallelCausalLM(CausalLM):
         cu_seqlens_q: torch.Tensor,
         logits_rows: torch.Tensor,
         max_query_len: int,
+        token_source: torch.Tensor | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         group = self.parallel.group
         rotation = self.rotary(positions, seq_lens, cu_seqlens_q)
         step = Step(slot_mapping, block_table, seq_lens, cu_seqlens_q, max_query_len)
-        residual = self._embed(input_ids)  # [tokens, hidden], the same on all ranks
+        residual = self._embed(input_ids, token_source, last_tokens)  # [tokens, hidden], the same on all ranks
         layers = self._blocks()
         x = tkernels.rms_norm(residual, layers[0].input_norm.weight, layers[0].input_norm.eps)
         for index, layer in enumerate(layers):

@@ -83,8 +83,18 @@ class StepModule(nn.Module):
         draws: torch.Tensor,
         max_query_len: int,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.where(token_source >= 0, self.last_tokens[token_source.clamp(min=0)], input_ids)
-        logits = self.model(ids, positions, slot_mapping, block_table, seq_lens, cu_seqlens_q, logits_rows, max_query_len)
+        logits = self.model(
+            input_ids,
+            positions,
+            slot_mapping,
+            block_table,
+            seq_lens,
+            cu_seqlens_q,
+            logits_rows,
+            max_query_len,
+            token_source,
+            self.last_tokens,
+        )
         tokens = tkernels.sample(logits, temperature, top_k, top_p, seeds, draws)
         return (tokens, logits) if self.gives_logits else tokens
 

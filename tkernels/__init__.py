@@ -2,7 +2,7 @@
 
 from tkernels.activation import gelu_and_mul, gelu_mul, silu_and_mul, silu_mul
 from tkernels.attention import cascade_attention, merge_attention, paged_attention, paged_attention_out
-from tkernels.embedding import embedding_rms_norm
+from tkernels.embedding import embedding, embedding_rms_norm
 from tkernels.fp8 import (
     add_rms_norm_fp8,
     add_rms_norm_fp8_dynamic,
@@ -29,6 +29,7 @@ __all__ = [
     "adjust_logits",
     "cascade_attention",
     "count_tokens",
+    "embedding",
     "embedding_rms_norm",
     "gelu_and_mul",
     "gelu_mul",

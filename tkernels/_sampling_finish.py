@@ -7,6 +7,7 @@ this one, and they run. A helper that nobody has called for a while leaves. The 
 
 from __future__ import annotations
 
+from tkernels._dependent import wait
 from tkernels._sampling_kernels import PER_ROW, PLANES_IDS, PLANES_VALUES, key_of, load_min_p, load_temperature, scaled
 from tkernels._sampling_stages import NOTES, begin, fold, work
 from tkernels._triton import tl, triton
@@ -23,10 +24,12 @@ def finish_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, steps_ptr, values_ptr, ids_ptr, notes_ptr, words_ptr,
     tokens_ptr, stride_row, rows, vocab, num_runs, team, slack,
     SHIFT: tl.constexpr, BLOCK_RUNS: tl.constexpr, TILE_RUNS: tl.constexpr, ALONE_RUNS: tl.constexpr, RUN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """team programs a row, the first ``rows`` of them the leaders; words_ptr: [rows, WORDS] zeros, None where a team is one program."""
     row = (tl.program_id(0) % rows).to(tl.int64)
     is_leader = tl.program_id(0) < rows
+    wait(PDL)
     temperature = load_temperature(temperature_ptr, row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)

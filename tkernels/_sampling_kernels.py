@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tkernels._dependent import wait
 from tkernels._rng import log_exponential
 from tkernels._triton import tl, triton
 
@@ -75,7 +76,7 @@ def load_min_p(min_p_ptr, row):
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def runs_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, steps_ptr, values_ptr, ids_ptr,
-    stride_row, vocab, num_runs, TILES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    stride_row, vocab, num_runs, TILES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Per run of RUN columns: its maximum; the id of its candidate; and, for random rows, the candidate's score or, for filtered
     ones, the run's sum of probabilities, both relative to the run's maximum. Planes of values: maxima, then the others."""
@@ -83,6 +84,7 @@ def runs_kernel(
     runs = tl.program_id(1) * TILES * RUNS + tl.arange(0, RUNS)
     offs = tl.arange(0, RUN)
     logits_row = logits_ptr + row * stride_row
+    wait(PDL)
     raw = load_raw(logits_row, runs[:, None] * RUN + offs[None, :], vocab)
     temperature = load_temperature(temperature_ptr, row)
     top_k = tl.load(top_k_ptr + row)

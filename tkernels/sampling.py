@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import torch
 
-from tkernels import _checks
+from tkernels import _checks, _dependent
 from tkernels._counters import counters
 from tkernels._op import define
 from tkernels._rng import log_exponential_ref
@@ -136,11 +136,13 @@ def _sample(
         words = counters(rows * WORDS.value, logits.device) if team > 1 else None
         tile_runs = min(_RUNS, block_runs)
         tiles = tiles_for(rows * cdiv(num_runs, tile_runs), num_sms)
-        runs_kernel[(rows, cdiv(num_runs, tile_runs * tiles))](
+        _dependent.launch(
+            runs_kernel, (rows, cdiv(num_runs, tile_runs * tiles)), logits.device,
             logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, logits.stride(0), vocab, num_runs,
             TILES=tiles, RUNS=tile_runs, RUN=_RUN, num_warps=4,
         )  # fmt: skip
-        finish_kernel[(rows * team,)](
+        _dependent.launch(
+            finish_kernel, (rows * team,), logits.device,
             logits, temperature, top_k, top_p, min_p, seeds, steps, values, ids, notes, words, tokens,
             logits.stride(0), rows, vocab, num_runs, team, _SLACK,
             SHIFT=_SHIFT[logits.dtype], BLOCK_RUNS=block_runs,

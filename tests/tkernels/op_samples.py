@@ -80,6 +80,13 @@ def silu_and_mul_fp8_dynamic(device: torch.device) -> list[Call]:
     return quantize_fp8_dynamic(device)
 
 
+def embedding(device: torch.device) -> list[Call]:
+    table, previous = column_slice(torch.randn(9, 24, device=device)), torch.tensor([5, 1], device=device)
+    ids, source = torch.tensor([3, 0, 8, 3], device=device), torch.tensor([-1, 1, -1, 0], device=device)
+    held: list[Call] = [((ids, table, source, previous), {}), ((ids[::2], table, source[::2], previous[:0]), {})]
+    return [*held, *(((x, table), {}) for x in (ids, ids[::2], ids[:0]))]
+
+
 def embedding_rms_norm(device: torch.device) -> list[Call]:
     table, weight = column_slice(torch.randn(9, 24, device=device)), torch.randn(24, device=device)
     ids = torch.tensor([3, 0, 8, 3], device=device)
@@ -257,6 +264,7 @@ SAMPLES: dict[str, Callable[[torch.device], list[Call]]] = {
     "add_rms_norm_fp8_dynamic": add_rms_norm_fp8_dynamic,
     "cascade_attention": cascade_attention,
     "count_tokens": count_tokens,
+    "embedding": embedding,
     "embedding_rms_norm": embedding_rms_norm,
     "gelu_and_mul": gelu_and_mul,
     "gelu_mul": gelu_mul,

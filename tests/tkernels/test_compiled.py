@@ -108,7 +108,7 @@ def _order(module: str) -> str:
 
 
 def _launch_all() -> None:
-    from tkernels import activation, embedding, head, layernorm, logits, logprobs, quant, rmsnorm, sampling
+    from tkernels import activation, head, layernorm, logits, logprobs, quant, rmsnorm, sampling
     from tkernels._linear_kernels import Tile, launch
     from tkernels._qkv_kernels import launch as launch_qkv
     from tkernels.rope import _rope, _rope_and_cache
@@ -128,7 +128,10 @@ def _launch_all() -> None:
     head._best_kernel[(1,)](index, index, 1, 1, BLOCK=1024, num_warps=4)
     rmsnorm.launch(x, weight, 1e-6, 0.0, residual=x)
     rmsnorm.launch(x, weight, 1e-6, 0.0, block=16)
+    embedding = sys.modules["tkernels.embedding"]  # the attribute of that name is the function
     embedding._embedding_rms_norm(index, x, weight, 1e-6)
+    embedding._embedding(index, x)
+    embedding._embedding(index, x, index, index)
     layernorm._layer_norm(x, weight, weight)
     activation._silu_and_mul(zeros(1, 2))
     activation.launch(x, x, 1, 0, "gelu_tanh", scale=one)

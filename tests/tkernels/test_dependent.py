@@ -187,6 +187,13 @@ for tile in (Tile("tma", 16, 256, 4, 4, 2), Tile("tma", 64, 64, 1, 4, 3)):
 rmsnorm.launch(x, norm, 1e-6, 0.0)
 rmsnorm.launch(x, norm, 1e-6, 0.0, residual=x)
 activation._silu_and_mul(x)
+embedding, sampling = (importlib.import_module(f"tkernels.{name}") for name in ("embedding", "sampling"))
+rows = torch.zeros(4, dtype=torch.int64)
+embedding._embedding(rows, x, rows, rows)
+sampling.target_of = lambda device: SimpleNamespace(num_sms=132)
+sampling.counters = lambda count, device: torch.zeros(count, dtype=torch.int32)
+real, whole = (torch.zeros(4, dtype=dtype) for dtype in (torch.float32, torch.int32))
+sampling._sample(x, real, whole, real, rows, rows)
 heads, cache, index = zeros(4, 8, 64), zeros(4, 16, 8, 64), zeros(4, dtype=torch.int64)
 _rope_and_cache(heads, heads, heads, index, zeros(64, 64, dtype=torch.float32), cache, cache, index)
 positions, slots, angles = zeros(4, dtype=torch.int64), zeros(4, dtype=torch.int64), zeros(64, 64, dtype=torch.float32)
@@ -239,6 +246,9 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "linear_sm90_kernel",
         "_rms_norm_kernel",
         "_gated_kernel",
+        "_embedding_kernel",
+        "runs_kernel",
+        "finish_kernel",
         "_rope_kernel",
         "_vector_qkv_kernel",
         "_matrix_qkv_kernel",

@@ -1,4 +1,4 @@
-"""e4m3 quantisation and the ops that give e4m3 straight away, against their oracles; layer_norm and embedding_rms_norm.
+"""e4m3 quantisation and the ops that give e4m3 straight away, against their oracles; layer_norm, embedding and embedding_rms_norm.
 
 Codes may be one apart from the reference's where its fp32 arithmetic lands on the other side of a tie, and then rarely.
 """
@@ -12,7 +12,7 @@ import torch
 from oracle import FP8, assert_as_exact_as_reference, column_slice
 
 import tkernels
-from tkernels.embedding import embedding_rms_norm_ref
+from tkernels.embedding import embedding_ref, embedding_rms_norm_ref
 from tkernels.fp8 import (
     add_rms_norm_fp8_dynamic_ref,
     add_rms_norm_fp8_ref,
@@ -208,6 +208,40 @@ def test_ids_outside_the_table_give_nan(device: torch.device) -> None:
         for x in function(ids, torch.randn(3, 8, device=device), torch.ones(8, device=device), 1e-6):
             assert x.isnan().all(1).tolist() == [True, False, True, True]
             assert bool(x[1].isfinite().all())
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1500])
+def test_embedding_of_tokens_that_only_the_device_has(width: int, device: torch.device) -> None:
+    for dtype in DTYPES:
+        table = column_slice(torch.randn(11, width, device=device).to(dtype))
+        ids, source = torch.tensor([0, 10, -7, 3, 2**40, 7], device=device), torch.tensor([-1, -5, 1, 0, 2, -1], device=device)
+        previous = torch.tensor([4, 99, 99, 9, 99, 6], device=device)[::3]  # [4, 9]
+        want = table[torch.tensor([0, 10, 9, 4, 0, 7], device=device)]
+        want[4] = float("nan")  # there is no third one
+        for function in (tkernels.embedding, embedding_ref):
+            torch.testing.assert_close(function(ids, table, source, previous), want, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(tkernels.embedding(ids[[0, 1, 3]], table), table[ids[[0, 1, 3]]])
+        assert tkernels.embedding(ids, table, source, previous[:0]).isnan().all(1).tolist() == [False, False, True, True, True, False]
+
+
+def test_embedding_of_ids_outside_the_table_is_nan(device: torch.device) -> None:
+    ids = torch.tensor([-1, 2, 3, 2**40], device=device)
+    for function in (tkernels.embedding, embedding_ref):
+        x = function(ids, torch.randn(3, 8, device=device))
+        assert x.isnan().all(1).tolist() == [True, False, True, True]
+        assert function(ids, torch.randn(0, 8, device=device)).isnan().all()
+
+
+def test_embedding_wants_both_source_and_previous(device: torch.device) -> None:
+    ids, table = torch.arange(2, device=device), torch.randn(3, 8, device=device)
+    with pytest.raises(ValueError, match="source, previous: expected both or neither"):
+        tkernels.embedding(ids, table, ids)
+    with pytest.raises(ValueError, match=r"source: expected \[2\] like ids, got \[1\]"):
+        tkernels.embedding(ids, table, ids[:1], ids)
+    with pytest.raises(TypeError, match="previous: expected int64 token ids"):
+        tkernels.embedding(ids, table, ids, ids.int())
+    with pytest.raises(ValueError, match=r"previous: expected \[any\], got \[1, 2\]"):
+        tkernels.embedding(ids, table, ids, ids[None])
 
 
 def test_embedding_errors_name_the_argument(device: torch.device) -> None:
