@@ -18,6 +18,7 @@ from runtime.calls import Route, illegal_layout, illegal_memory, illegal_shape, 
 from runtime.captured_step import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
+from runtime.graph import AS_IS, Within
 from runtime.plan import Plan
 from runtime.stand_in import StandIn
 from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
@@ -40,16 +41,18 @@ class CapturedModule(StandIn):
         bounds: Mapping[str, Bound],
         static: Iterable[str],
         borrow: bool | Collection[int],
+        within: Within = AS_IS,
     ) -> None:
         super().__init__(module)
         self.config = config
-        self.borrow = borrow
+        self.borrow, self._within = borrow, within
         self._binding = Binding(module.forward, dynamic)
         self._size_names = frozenset(self._binding.size_names)
         for name in bounds:
             if name not in self._size_names:
                 raise ValueError(f"bounds: no dimension in dynamic is named {name!r}; there are {', '.join(sorted(self._size_names))}")
-        self._settings: dict[str, Any] = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static), "borrow": borrow}
+        self._settings: dict[str, Any] = {"dynamic": dynamic, "pad": pad, "bounds": bounds, "static": tuple(static)}
+        self._settings |= {"borrow": borrow, "within": within}
         names = set(self._binding.names)
         self._pad = {n: v for n, v in pad.items() if not (n == "slot_mapping" and v == -1 and n not in names)}
         self._bounds, self._static = dict(bounds), self._settings["static"]
@@ -74,7 +77,9 @@ class CapturedModule(StandIn):
         if self._steps is None or self._dispatcher is None:
             own = (*self.module.parameters(), *self.module.buffers())
             device = own[0].device if own else next(iter(example.tensors.values())).device
-            self._steps = steps = Steps(self.module, self.config, self._binding, self._pad, self._bounds, self._static, device)
+            self._steps = steps = Steps(
+                self.module, self.config, self._binding, self._pad, self._bounds, self._static, device, self._within
+            )
             table = start.load_costs(steps)
             start.load_proofs(steps, table)
             if self.config.graph.histogram:

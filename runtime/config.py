@@ -123,6 +123,11 @@ class ModelConfig(_Section):
     path: str = Field("", description='Hugging Face folder, GGUF file, or "random:llama-8b": random weights of a shape')
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field("auto", description="auto: the checkpoint's, float32 on a CPU")
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:0"')
+    dependent_launch: Literal["auto"] | bool = Field(
+        "auto",
+        description="captured kernels begin, and fetch their weights, while the one before ends, where the GPU has it; auto: on one GPU, "
+        "on several as TKERNELS_PDL says",
+    )
 
 
 class ParallelConfig(_Section):

@@ -14,9 +14,9 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,6 +26,16 @@ from runtime.workspace import Workspace
 
 class CaptureError(RuntimeError):
     """A step that cannot be captured, or a graph that may not be replayed. The message says why and what to do."""
+
+
+class Within(NamedTuple):
+    """A context that captures, and the calls just before them, run within: a setting of kernels that the runtime does not know."""
+
+    name: str  # measured costs hold for captures within it alone
+    enter: Callable[[], AbstractContextManager[object]]
+
+
+AS_IS = Within("", nullcontext)
 
 
 class Graph(Protocol):

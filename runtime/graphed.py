@@ -26,7 +26,7 @@ from runtime.calls import Route, Staged, illegal_layout, illegal_memory, illegal
 from runtime.captured_module import CapturedModule
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
-from runtime.graph import CaptureError
+from runtime.graph import AS_IS, CaptureError, Within
 from runtime.ready import Known, Ready, known_call, ready_to_stage
 from runtime.staging import Note
 from runtime.steps import Bound, Captured, KeySteps, Steps
@@ -50,6 +50,7 @@ def graphed(
     bounds: Mapping[str, Bound] | None = None,
     static: Iterable[str] = (),
     borrow: bool | Collection[int] = False,
+    within: Within = AS_IS,
 ) -> GraphedModule:
     """Wrap a module so that its calls run as captured steps where that is faster.
 
@@ -62,10 +63,12 @@ def graphed(
     static: tensor arguments that are not copied (KV caches): every call must pass the same memory, another address runs eager.
     borrow: outputs are the graph's own memory, not copies, and good until the next captured step; using one after that raises. Or
         the numbers of the outputs that graphs hand out as a ``Loan``, which costs nothing until it is taken; the others are copies.
+    within: a context that captures, and the calls just before them, run within; see ``Within``.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}; a function can be the forward of one")
-    return GraphedModule(module, RuntimeConfig.load(config), dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow)
+    loaded = RuntimeConfig.load(config)
+    return GraphedModule(module, loaded, dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow, within=within)
 
 
 class GraphedModule(CapturedModule):

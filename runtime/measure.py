@@ -85,8 +85,9 @@ def _event_ms(run: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-def fingerprint(device: torch.device, shape: str) -> dict[str, str]:
-    """What a cost table is valid for. shape: a text that changes with the model's shape and configuration."""
+def fingerprint(device: torch.device, shape: str, within: str = "") -> dict[str, str]:
+    """What a cost table is valid for. shape: a text that changes with the model's shape and configuration. within: the name of what
+    captures run within."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     try:
         import triton
@@ -95,8 +96,9 @@ def fingerprint(device: torch.device, shape: str) -> dict[str, str]:
     except ImportError:
         triton_version = "none"
     facts = {"device": gpu, "model": shape, "torch": torch.__version__, "triton": triton_version, "format": str(FORMAT)}
-    dependent = os.environ.get("TKERNELS_PDL", "0")  # captured kernels overlap with it
-    return facts if dependent == "0" else {**facts, "pdl": dependent}
+    if os.environ.get("TKERNELS_PDL", "0") != "0":  # of all captures
+        within = within or "dependent launch"
+    return {**facts, "captured within": within}
 
 
 @dataclass

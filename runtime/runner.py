@@ -20,6 +20,7 @@ from torch import nn
 import tkernels
 from runtime import ranks
 from runtime.config import ConfigError, RuntimeConfig
+from runtime.graph import AS_IS, Within
 from runtime.graphed import GraphedModule, graphed
 from runtime.model import CausalLM, allocate_cache
 from runtime.outputs import taken
@@ -29,7 +30,7 @@ from runtime.sampler import Pending, SlotSampler
 from runtime.scheduler import Step
 from runtime.sizes import plain_sizes
 from runtime.step_arrays import StepArrays, from_chunks, offsets_of
-from tkernels import collectives
+from tkernels import _dependent, collectives
 
 _GOLDEN = 0.6180339887498949  # whose multiples lie evenly between whole numbers
 _WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
@@ -129,8 +130,9 @@ class Runner:
         # Lent: a step's tokens are copied at once to where they belong; most steps do not look at its logits, or at once.
         lent = (0, 1)
         self.steps: GraphedModule = graphed(
-            self.module, _with_plain_graphs(config), dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent
-        )
+            self.module, _with_plain_graphs(config), dynamic=DYNAMIC, pad=PAD, bounds={"seqs": self.max_num_seqs}, borrow=lent,
+            within=_captures_within(config, self.device),
+        )  # fmt: skip
         self.sampler = SlotSampler(model.spec.vocab, self.max_num_seqs, self.device)
         self.inputs = StepArrays(self.max_num_seqs, self.num_columns, self.page_size, self.sampler.admit)
 
@@ -357,6 +359,14 @@ def _with_plain_graphs(config: RuntimeConfig) -> RuntimeConfig:
         return config
     sizes = plain_sizes(config.graph.max_tokens) if config.graph.capture_sizes == "auto" else config.graph.capture_sizes
     return config.override(**{"graph.pick": "nearest", "graph.capture_sizes": sizes})
+
+
+def _captures_within(config: RuntimeConfig, device: torch.device) -> Within:
+    """Dependent launches, if they are wanted: the model's steps write none of its weights, which is what they require."""
+    wanted = config.model.dependent_launch
+    if device.type != "cuda" or (wanted == "auto" and config.parallel.tensor > 1):
+        return AS_IS
+    return Within("dependent launch" if wanted else "", partial(_dependent.captures, bool(wanted)))
 
 
 def _free_host_bytes() -> int:

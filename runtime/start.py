@@ -13,7 +13,7 @@ from runtime.steps import Steps
 
 def load_costs(steps: Steps) -> CostTable:
     """The costs of ``graph.cost_table`` if they hold for this module, device and versions, else none and a remark."""
-    valid_for = fingerprint(steps.device, _shape_text(steps))
+    valid_for = fingerprint(steps.device, _shape_text(steps), steps.within.name)
     path = steps.config.graph.cost_table
     table, reason = CostTable.load(path, valid_for) if path else (None, "")
     if reason:

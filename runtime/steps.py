@@ -22,7 +22,7 @@ from runtime.capture import capture_step, make_pool
 from runtime.captured_step import CapturedStep
 from runtime.config import RuntimeConfig
 from runtime.contract import Expected, Inputs, expect, kept, prove
-from runtime.graph import CaptureError
+from runtime.graph import AS_IS, CaptureError, Within
 from runtime.inputs import Dim, InputSpec
 from runtime.outputs import OutputDims, StepOutput, probe_outputs
 from runtime.persistent import Persistent
@@ -115,7 +115,9 @@ class Steps:
         bounds: Mapping[str, Bound],
         static: Iterable[str],
         device: torch.device,
+        within: Within = AS_IS,
     ) -> None:
+        self.within = within
         self.module, self.config, self.binding = module, config, binding
         self.pad, self.bounds, self.static = dict(pad), dict(bounds), frozenset(static)
         self.device = device

@@ -107,7 +107,8 @@ def capture_all(steps: Steps, todo: Iterable[Job], progress: Progress | None = N
     steps.replays += 1  # captures run graphs: what was borrowed before is no longer safe
     budget, held = steps.config.graph.memory_budget, steps.graph_bytes
     full = ""
-    with own_state(steps.device), steps.pool.session(collect=not between_steps), ExitStack() as state:
+    pool = steps.pool.session(collect=not between_steps)
+    with own_state(steps.device), steps.within.enter(), pool, ExitStack() as state:
         for key in dict.fromkeys(key for key, _, _ in order):
             key.expected, key.sets = (0, []), ((0, False), [])  # of other weights and inputs, maybe
             find_written(steps, key, min(size for k, _, size in order if k is key))

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: in a captured step the next kernel starts while the one before ends, and fetches its weights meanwhile.
 
-    TKERNELS_PDL=1, or enable(True) before the capture; off by default
+    TKERNELS_PDL=1, enable(True) before the capture, or ``with captures(True)`` around it; off by default
 
 A kernel launched so begins before the one before it has finished. ``wait`` returns when that one has, with all that it wrote. So, in
 every program, also in those that depart early: before ``wait`` nothing is read but weights, and nothing is written, since the memory may
@@ -23,6 +23,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,18 +45,38 @@ else:  # never called: PDL is 0 there
 
 ALONE, FIRST, BESIDE = 0, 1, 2  # a kernel by itself, the first one of a set, another one of it; a dependent one by itself has PDL=FIRST
 _wanted = False
+_here = threading.local()  # on: what this thread captures within ``captures``
 
 
 def enable(on: bool) -> None:
     """For what is captured from now on; of this process."""
     global _wanted
     _wanted = on
-    _repeats.CAPTURED_ANEW = on  # what an eager call launched is not what a captured one launches
-    _repeats.forget()  # the next eager call loads what a capture needs
+    _prepare(on)
 
 
 def enabled() -> bool:
-    return _wanted
+    return getattr(_here, "on", _wanted)
+
+
+@contextmanager
+def captures(on: bool) -> Iterator[None]:
+    """For what this thread captures within, whatever ``enable`` said, and for the eager calls before it, which load what it needs."""
+    before = vars(_here).copy()
+    if on != enabled():
+        _prepare(on)
+    _here.on = on
+    try:
+        yield
+    finally:
+        vars(_here).clear()
+        vars(_here).update(before)
+
+
+def _prepare(on: bool) -> None:
+    if on:
+        _repeats.CAPTURED_ANEW = True  # from then on, in any thread: what an eager call launched is not what a captured one launches
+        _repeats.forget()  # the next eager call loads what a capture needs
 
 
 enable(os.environ.get("TKERNELS_PDL", "0") in ("1", "true", "True"))
@@ -70,9 +93,10 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         place = ALONE
     if place == BESIDE:
         return kernel[grid](*args, PDL=BESIDE, launch_pdl=True, **options)
-    if _wanted and torch.cuda.is_current_stream_capturing():
+    wanted = enabled()
+    if wanted and torch.cuda.is_current_stream_capturing():
         return kernel[grid](*args, PDL=FIRST, launch_pdl=True, **options)
-    if _wanted:
+    if wanted:
         _ = kernel.warmup(*args, grid=grid, PDL=FIRST, launch_pdl=True, **options).run  # loads it, which a capture does not allow
     return kernel[grid](*args, PDL=place, **options)
 
@@ -81,7 +105,7 @@ def state(arch: str) -> str:
     """In words, for a device of that architecture."""
     if not _has(arch):
         return f"{arch} has none"
-    return "on" if _wanted else "off (TKERNELS_PDL=1 before the start turns it on)"
+    return "on" if _wanted else "off, but in what an engine captures (TKERNELS_PDL=1 before the start turns it on for all captures)"
 
 
 def _supported(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from runtime.graph import AS_IS, Within
 from runtime.graphed import GraphedModule, graphed
 
 _LIBRARY = torch.library.Library("toy", "FRAGMENT")
@@ -64,15 +65,15 @@ def step(tokens: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor,
 
 def make(module: nn.Module, dynamic: object = None, *, pad: object = None, bounds: object = None, compile: object = None,
          max_num_seqs: int = 2, static: tuple[str, ...] = (), borrow: bool | tuple[int, ...] = False,
-         **graph: object) -> GraphedModule:  # fmt: skip
+         within: Within = AS_IS, **graph: object) -> GraphedModule:  # fmt: skip
     """``graphed`` with small sizes, no compiler, and the toy's splitting op."""
     config = {
         "graph": {"max_tokens": 8, "capture_sizes": [2, 4], **graph},
         "compile": {"backend": "eager", "splitting_ops": [SPLIT], **(compile or {})},
         "scheduler": {"max_num_seqs": max_num_seqs},
     }
-    dynamic = dynamic or {"ids": 0, "factor": 0}
-    return graphed(module, config, dynamic=dynamic, pad=pad or {}, bounds=bounds or {}, static=static, borrow=borrow)  # type: ignore[arg-type]
+    settings = {"dynamic": dynamic or {"ids": 0, "factor": 0}, "pad": pad or {}, "bounds": bounds or {}}
+    return graphed(module, config, **settings, static=static, borrow=borrow, within=within)  # type: ignore[arg-type]
 
 
 def level_costs(fast: GraphedModule) -> GraphedModule:

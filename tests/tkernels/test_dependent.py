@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,40 @@ def test_kernels_of_a_set_run_beside_each_other_captured_or_not(on_a_device: Any
         assert _launches(place) == [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]
 
 
+def test_of_the_captures_of_one_thread(on_a_device: Any) -> None:
+    _dependent.enable(False)
+    on_a_device.capturing = True
+    off = [("launch", {"PDL": _dependent.ALONE, "num_warps": 4})]
+    with _dependent.captures(True):
+        assert _launches() == [("launch", {"PDL": _dependent.FIRST, "launch_pdl": True, "num_warps": 4})]
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(_launches).result() == off
+        with _dependent.captures(False):
+            assert _launches() == off
+        assert _dependent.enabled()
+        on_a_device.capturing = False
+        assert [what for what, _ in _launches()] == ["load", "launch"]
+    assert not _dependent.enabled()
+    _dependent.enable(True)
+    with pytest.raises(KeyError), _dependent.captures(False):
+        raise KeyError
+    assert _dependent.enabled()
+
+
+def test_eager_calls_before_a_capture_load_what_it_needs(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So those that repeat their launches are forgotten."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(_repeats, "forget", lambda: forgotten.append(True))
+    _dependent.enable(False)
+    with _dependent.captures(False):
+        assert not forgotten
+    with _dependent.captures(True):
+        assert forgotten == [True]
+        with _dependent.captures(True):
+            assert forgotten == [True]
+    assert forgotten == [True]
+
+
 @pytest.mark.parametrize(("arch", "on"), [("sm_80", False), ("sm_89", False), ("sm_100", True), ("sm_120", True), ("gfx942", False)])
 def test_only_where_the_architecture_has_it(on_a_device: Any, arch: str, on: bool) -> None:
     on_a_device.arch, on_a_device.capturing = arch, True
@@ -104,17 +139,21 @@ def test_only_where_the_architecture_has_it(on_a_device: Any, arch: str, on: boo
 
 def test_its_state_in_words() -> None:
     _dependent.enable(False)
-    assert _dependent.state("sm_90").startswith("off (TKERNELS_PDL=1") and _dependent.state("cpu") == "cpu has none"
+    assert (
+        _dependent.state("sm_90").startswith("off, but in what an engine captures (TKERNELS_PDL=1")
+        and _dependent.state("cpu") == "cpu has none"
+    )
     _dependent.enable(True)
     assert _dependent.state("sm_100") == "on"
 
 
 def test_a_captured_call_does_not_repeat_an_eager_one(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_repeats, "ENABLED", True)
+    monkeypatch.setattr(_repeats, "CAPTURED_ANEW", False)
     calls: list[int] = []
     repeated = _repeats.repeating(lambda x: calls.append(1))
     x = torch.zeros(4)
-    for enabled, capturing, anew in ((False, False, False), (True, False, False), (True, True, True), (False, True, False)):
+    for enabled, capturing, anew in ((False, True, False), (True, False, False), (True, True, True), (False, True, True)):
         _dependent.enable(enabled)
         on_a_device.capturing = capturing
         _repeats._tables[-1].clear()
