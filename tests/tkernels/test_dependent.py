@@ -259,7 +259,7 @@ print(json.dumps(found))
 
 
 def _pointers_of(load: str, ptx: str) -> set[str]:
-    """The numbers of the kernel's 64-bit parameters that a load's address was computed from."""
+    """The numbers of the kernel's pointers that a load's address was computed from; strides are in it too."""
     assert load.startswith("ld.global"), load
     found, registers = set(), re.findall(r"\[\s*(%rd\d+)", load)
     while registers:
@@ -267,7 +267,7 @@ def _pointers_of(load: str, ptx: str) -> set[str]:
         (operands,) = re.findall(rf"^\s*[\w.]+\s+{register}, (.*);", ptx, re.M)
         found |= set(re.findall(r"_param_(\d+)\]", operands))
         registers += re.findall(r"%rd\d+", operands)
-    return found
+    return found & set(re.findall(r"\.param \.u64 \.ptr .*_param_(\d+)", ptx))
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
