@@ -143,6 +143,7 @@ def check_packed(x: torch.Tensor, approximate: str = "tanh") -> None:
     _checks.check_float("x", x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"x: expected [..., 2 · width] (gate, then up), got {list(x.shape)}")
+    _checks.rows_of("x", x)
     _check_approximate(approximate)
 
 
@@ -158,6 +159,8 @@ def _check_pair(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh")
     _checks.check_shape("up", up, tuple(gate.shape), "like gate")
     _checks.check_dtype("up", up, gate.dtype, "like gate")
     _checks.check_device("up", up, gate, "gate")
+    _checks.rows_of("gate", gate)
+    _checks.rows_of("up", up)
     _check_approximate(approximate)
 
 

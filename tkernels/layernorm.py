@@ -54,6 +54,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError("x: expected at least one dimension, got a scalar")
     if not 0 < x.shape[-1] <= _MAX_HIDDEN:
         raise ValueError(f"x: expected a last dimension of 1 to {_MAX_HIDDEN}, got {list(x.shape)}")
+    _checks.rows_of("x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _checks.check_shape(name, tensor, (x.shape[-1],), "like x's last dimension")

@@ -115,6 +115,7 @@ def check(
         _checks.check_float("norm_weight", norm_weight)
         _checks.check_last_stride("norm_weight", norm_weight)
         _checks.check_device("norm_weight", norm_weight, x, "x")
+        _checks.rows_of("x", x)
     if residual is not None:
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         _checks.check_shape("residual", residual, (*x.shape[:-1], outputs), "like the output")

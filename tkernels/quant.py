@@ -140,6 +140,7 @@ def _check_rows(x: torch.Tensor) -> None:
         raise ValueError("x: expected at least one dimension, got a scalar")
     if not 0 < x.shape[-1] <= 131072:
         raise ValueError(f"x: expected a last dimension of 1 to 131072, got {list(x.shape)}")
+    _checks.rows_of("x", x)
 
 
 def _check_static(x: torch.Tensor, scale: torch.Tensor) -> None:

@@ -85,6 +85,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
         raise ValueError(f"{name}: expected at least one dimension, got a scalar")
     if not 0 < x.shape[-1] <= _MAX_HIDDEN:
         raise ValueError(f"{name}: expected a last dimension of 1 to {_MAX_HIDDEN}, got {list(x.shape)}")
+    _checks.rows_of(name, x)
     _checks.check_shape("weight", weight, (x.shape[-1],), f"like {name}'s last dimension")
     _checks.check_float("weight", weight)
     _checks.check_last_stride("weight", weight)
@@ -96,6 +97,7 @@ def check_add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
     _checks.check_shape("residual", residual, tuple(x.shape), "like x")
     _checks.check_dtype("residual", residual, x.dtype, "like x")
     _checks.check_device("residual", residual, x, "x")
+    _checks.rows_of("residual", residual)
 
 
 class Normed(NamedTuple):

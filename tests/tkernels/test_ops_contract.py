@@ -6,6 +6,7 @@ other, fakes with the real strides, a backward that raises, and inputs that stay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from op_samples import SAMPLES
 from oracle import storage_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import tkernels  # noqa: F401  (registers the ops)
+import tkernels
+from tkernels._op import reference_ops
 
 
 def _op(name: str) -> Any:
@@ -145,3 +147,23 @@ def test_b161_empty_inputs_cold_and_warm(name: str, device: torch.device) -> Non
     _op(name)(*calls[0][0], **calls[0][1])
     for x in _outputs(_op(name)(*args, **kwargs)):
         assert x.numel() == 0
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: tkernels.rms_norm(x, x.new_ones(8)),
+    lambda x: tkernels.add_rms_norm(x.contiguous(), x, x.new_ones(8)),
+    lambda x: tkernels.layer_norm(x, x.new_ones(8), None),
+    lambda x: tkernels.silu_and_mul(x),
+    lambda x: tkernels.gelu_mul(x.contiguous(), x),
+    lambda x: tkernels.quantize_fp8_per_token(x),
+    lambda x: tkernels.rms_norm_fp8_dynamic(x, x.new_ones(8), 1e-6),
+    lambda x: tkernels.linear(x, x.new_ones(4, 8), norm_weight=x.new_ones(8)),
+])  # fmt: skip
+def test_references_refuse_the_strides_that_kernels_refuse(device: torch.device, call: Callable[[torch.Tensor], Any]) -> None:
+    turned = torch.randn(8, 5, device=device).t()
+    apart = torch.randn(2, 4, 5, 6, 8, device=device)[:, ::2, ::2, ::3]
+    for x, problem in ((turned, "expected last stride 1"), (apart, "do not fold into rows; call .contiguous")):
+        with pytest.raises(ValueError, match=problem):
+            call(x)
+        with reference_ops(), pytest.raises(ValueError, match=problem):
+            call(x)
