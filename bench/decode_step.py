@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from bench.attention_common import READ_BANDWIDTH
 from bench.harness import back_to_back_us, relative_error, write_results
 from bench.plain_llama import PlainLlamaStep
-from bench.shapes import LLAMA_1B, TINY
+from bench.shapes import BY_NAME, TINY
 from runtime.graphed import graphed
 from runtime.model import allocate_cache, random_model
 from runtime.runner import DYNAMIC, PAD, StepModule
@@ -115,6 +116,14 @@ def peer_runs(model: Any, batch: int, context: int, device: str, which: list[str
     return runs
 
 
+def floor_us(model: Any, batch: int, context: int) -> float:
+    """What a step takes that does nothing but read the weights and the caches of its sequences, each once."""
+    spec = model.spec
+    weights = sum(p.nbytes for name, p in model.named_parameters() if name != "embed_tokens" or spec.tied)
+    keys_and_values = 2 * batch * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.embed_tokens.element_size()
+    return (weights + keys_and_values) / READ_BANDWIDTH * 1e6
+
+
 def check_modes(runs: dict[str, Callable[[], torch.Tensor]]) -> None:
     outs = {name: run().clone() for name, run in runs.items()}
     first = next(iter(outs))
@@ -149,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script without a GPU")
+    parser.add_argument("--shape", choices=list(BY_NAME), default="llama-1b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
@@ -158,7 +168,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print each plan")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = TINY if options.small else LLAMA_1B
+    shape = TINY if options.small else BY_NAME[options.shape]
     model = random_model(shape, seed=0, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = random_model(shape, seed=0, dtype=torch.float32, device=device)
@@ -174,16 +184,19 @@ def main() -> None:
                 runs |= our_runs(model, batch, options.context, device, backend, options.verbose, dependent)
             check_modes(runs)
             ours |= runs
+        floor = floor_us(model, batch, options.context)
         times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
         for _ in range(options.repeats):  # interleaved: clocks drift for all alike
             for name, run in {**ours, **peers}.items():
                 times[name].append(back_to_back_us(run, repeats=1))
         for name, samples in times.items():
             median = sorted(samples)[len(samples) // 2]
-            rows.append({"batch": batch, "context": options.context, "name": name, "us": median, "logit_errors": errors})
-            print(f"batch {batch:4} {name:32} {median:9.1f} us", flush=True)
+            row = {"batch": batch, "context": options.context, "name": name, "us": median, "floor_us": floor, "logit_errors": errors}
+            rows.append(row)
+            share = f", {median / floor:.2f} x what reading takes" if device == "cuda" else ""
+            print(f"batch {batch:4} {name:32} {median:9.1f} us{share}", flush=True)
         if options.out:  # after each batch: a run that is cut short keeps what it has
-            write_results(options.out, "python -m bench.decode_step", rows, shape="Llama-1B", page_size=PAGE_SIZE)
+            write_results(options.out, "python -m bench.decode_step", rows, shape=options.shape, page_size=PAGE_SIZE)
         del ours, peers
         gc.collect()
         if device == "cuda":

@@ -22,7 +22,7 @@ import torch
 
 from bench.decode_step import our_runs
 from bench.harness import write_results
-from bench.shapes import LLAMA_1B
+from bench.shapes import BY_NAME
 from runtime.model import random_model
 
 
@@ -57,6 +57,11 @@ def shares(steps: Iterable[list[Kernel]]) -> list[dict[str, Any]]:
     return [*rows, {"kernel": "gaps", "grid": [], "launches": gaps / count, "kernel_us": 0.0, "share_us": gap_us / count}]
 
 
+def _short(name: str) -> str:
+    """Without the types that a template was made for."""
+    return name.replace("(anonymous namespace)::", "").partition("<")[0].partition("(")[0].removeprefix("void ").strip()
+
+
 def profiled(run: Callable[[], Any], steps: int) -> list[list[Kernel]]:
     """The kernels of each of ``steps`` replays, the device idle between them."""
     found = []
@@ -69,7 +74,7 @@ def profiled(run: Callable[[], Any], steps: int) -> list[list[Kernel]]:
             profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         found.append([
-            Kernel(event["name"], tuple(event["args"].get("grid", ())), event["ts"], event["ts"] + event["dur"])
+            Kernel(_short(event["name"]), tuple(event["args"].get("grid", ())), event["ts"], event["ts"] + event["dur"])
             for event in events if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")
         ])  # fmt: skip
     return found
@@ -79,6 +84,7 @@ def profiled(run: Callable[[], Any], steps: int) -> list[list[Kernel]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--shape", choices=list(BY_NAME), default="llama-1b")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pdl", choices=["off", "on"], default="off", help="programmatic dependent launch between our kernels")
@@ -86,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("profile_step needs a GPU: it adds up device time")
-    model = random_model(LLAMA_1B, seed=0, dtype=torch.bfloat16, device="cuda")
+    model = random_model(BY_NAME[options.shape], seed=0, dtype=torch.bfloat16, device="cuda")
     rows = []
     for batch in options.batch:
         runs = our_runs(model, batch, options.context, "cuda", "eager", False, options.pdl == "on")
@@ -100,7 +106,7 @@ def main() -> None:
             print(f"  {row['share_us']:8.1f} us {row['launches']:5.0f} x {row['kernel_us']:7.2f}  {row['kernel'][:70]} {row['grid']}")
         rows += [{"batch": batch, "context": options.context, "pdl": options.pdl, **row} for row in found]
         if options.out:
-            write_results(options.out, "python -m bench.profile_step", rows, shape="Llama-1B")
+            write_results(options.out, "python -m bench.profile_step", rows, shape=options.shape)
         del runs, run
 
 

@@ -176,13 +176,18 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
         elif isinstance(rows[0].get("tokens_by_mode"), dict):
             table = _of_policies(rows)
         elif "name" in rows[0]:
-            keys = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
+            known = [key for key, value in rows[0].items() if key not in ("name", "us") and isinstance(value, (int, str))]
+            keys = [*known, *(key for key in ("floor_us",) if key in rows[0])]
             names = list(dict.fromkeys(row["name"] for row in rows))
             lines: dict[tuple[Any, ...], dict[str, float]] = {}
             for row in rows:
                 lines.setdefault(tuple(row[key] for key in keys), {})[row["name"]] = row["us"]
             body = [
-                [*map(str, key), *(_number(values[name]) if name in values else "–" for name in names)] for key, values in lines.items()
+                [
+                    *(_plain(each) if isinstance(each, float) else str(each) for each in key),
+                    *(_number(values[name]) if name in values else "–" for name in names),
+                ]
+                for key, values in lines.items()
             ]
             table = markdown([*keys, *names], body)
         else:

@@ -2,4 +2,6 @@
 
 from runtime.shapes import LLAMA_1B, LLAMA_8B, TINY
 
-__all__ = ["LLAMA_1B", "LLAMA_8B", "TINY"]
+__all__ = ["BY_NAME", "LLAMA_1B", "LLAMA_8B", "TINY"]
+
+BY_NAME = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B}
