@@ -200,8 +200,14 @@ class RuntimeConfig(_Section):
         return type(self).load(data)
 
 
+def _either(annotation: str) -> str:
+    if "bool" in annotation:
+        return '"auto", true or false'
+    return f'"auto" or a {"list of positive integers" if "list" in annotation else "positive integer"}'
+
+
 _EITHER = {
-    f"{section}.{name}": f'"auto" or a {"list of positive integers" if "list" in str(key.annotation) else "positive integer"}'
+    f"{section}.{name}": _either(str(key.annotation))
     for section, field in RuntimeConfig.model_fields.items()
     for name, key in cast(type[BaseModel], field.annotation).model_fields.items()
     if get_origin(key.annotation) in (Union, UnionType)

@@ -67,6 +67,8 @@ def graphed(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}; a function can be the forward of one")
+    if not isinstance(within, Within):
+        raise TypeError(f"within: expected a runtime.graph.Within (name, enter), got {type(within).__name__}")
     loaded = RuntimeConfig.load(config)
     return GraphedModule(module, loaded, dynamic=dynamic, pad=pad, bounds=bounds or {}, static=static, borrow=borrow, within=within)
 

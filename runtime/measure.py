@@ -96,9 +96,8 @@ def fingerprint(device: torch.device, shape: str, within: str = "") -> dict[str,
     except ImportError:
         triton_version = "none"
     facts = {"device": gpu, "model": shape, "torch": torch.__version__, "triton": triton_version, "format": str(FORMAT)}
-    if os.environ.get("TKERNELS_PDL", "0") != "0":  # of all captures
-        within = within or "dependent launch"
-    return {**facts, "captured within": within}
+    # the variable is of all captures that a context says nothing else of
+    return {**facts, "captured within": within, "TKERNELS_PDL": os.environ.get("TKERNELS_PDL", "0")}
 
 
 @dataclass

@@ -366,7 +366,7 @@ def _captures_within(config: RuntimeConfig, device: torch.device) -> Within:
     wanted = config.model.dependent_launch
     if device.type != "cuda" or (wanted == "auto" and config.parallel.tensor > 1):
         return AS_IS
-    return Within("dependent launch" if wanted else "", partial(_dependent.captures, bool(wanted)))
+    return Within("dependent launch" if wanted else "no dependent launch", partial(_dependent.captures, bool(wanted)))
 
 
 def _free_host_bytes() -> int:

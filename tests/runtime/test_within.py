@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +74,21 @@ def test_costs_hold_for_captures_within_the_same_context(device: torch.device, t
     assert any("measured for captured within = 'watched', this is ''" in remark for remark in plan.remarks), plan.remarks
 
 
-def test_costs_with_all_captures_dependent_are_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+def test_costs_of_dependent_launches_are_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the variable turns them on everywhere, and a context off, or says nothing of them."""
+    without = _captures_within(RuntimeConfig.load({"model": {"dependent_launch": False}}), torch.device("cuda"))
+    found = []
     for value in ("0", "1"):
         monkeypatch.setenv("TKERNELS_PDL", value)
-        found[value] = fingerprint(torch.device("cpu"), "m")["captured within"]
-    assert found == {"0": "", "1": "dependent launch"}
+        found += [fingerprint(torch.device("cpu"), "m", name) for name in (AS_IS.name, "watched", without.name)]
+    assert all(a != b for i, a in enumerate(found) for b in found[:i])
 
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "device", "name", "on"),
     [
         ("auto", 1, "cuda", "dependent launch", True), ("auto", 2, "cuda", "", None), ("auto", 1, "cpu", "", None),
-        (True, 2, "cuda", "dependent launch", True), (False, 1, "cuda", "", False),
+        (True, 2, "cuda", "dependent launch", True), (False, 1, "cuda", "no dependent launch", False),
     ],
 )  # fmt: skip
 def test_which_engines_capture_dependent_launches(wanted: Any, ranks: int, device: str, name: str, on: bool | None) -> None:
@@ -100,8 +103,17 @@ def test_which_engines_capture_dependent_launches(wanted: Any, ranks: int, devic
 
 
 def test_the_key_takes_no_other_value() -> None:
-    with pytest.raises(ConfigError, match=r"model\.dependent_launch"):
+    with pytest.raises(ConfigError, match=r"model\.dependent_launch: expected \"auto\", true or false, got 'sometimes'"):
         RuntimeConfig.load({"model": {"dependent_launch": "sometimes"}})
+    with pytest.raises(ConfigError, match=r'graph\.contexts: expected "auto" or a list of positive integers, got 0'):
+        RuntimeConfig.load({"graph": {"contexts": 0}})
+    with pytest.raises(ConfigError, match=r'cache\.num_pages: expected "auto" or a positive integer, got -1'):
+        RuntimeConfig.load({"cache": {"num_pages": -1}})
+
+
+def test_a_context_of_another_type_is_refused(device: torch.device) -> None:
+    with pytest.raises(TypeError, match=r"within: expected a runtime\.graph\.Within \(name, enter\), got partial"):
+        make(Watched().to(device), within=partial(_dependent.captures, True), dynamic={"x": {0: "tokens"}})
 
 
 @pytest.mark.gpu
@@ -115,7 +127,6 @@ def test_an_engine_answers_the_same_with_and_without(device: torch.device) -> No
             "compile": {"backend": "eager"},
         }  # fmt: skip
         engine = Engine(tiny_model(device), sections)
-        engine.warmup()
         answers[on] = [answer.token_ids for answer in engine.generate(prompts, SamplingParams(max_tokens=40))]
         assert sum(engine.counts()["modes"]["steps"]["full"].values()) > 20
     assert answers[False] == answers[True]
