@@ -45,38 +45,44 @@ else:  # never called: PDL is 0 there
 
 ALONE, FIRST, BESIDE = 0, 1, 2  # a kernel by itself, the first one of a set, another one of it; a dependent one by itself has PDL=FIRST
 _wanted = False
-_here = threading.local()  # on: what this thread captures within ``captures``
+
+
+class _Here(threading.local):
+    on: bool | None = None  # what this thread captures within ``captures``
+
+
+_here = _Here()
 
 
 def enable(on: bool) -> None:
     """For what is captured from now on; of this process."""
     global _wanted
     _wanted = on
-    _prepare(on)
+    _note(on)
+    if on:
+        _repeats.forget()  # the next eager call loads what a capture needs
 
 
 def enabled() -> bool:
-    return getattr(_here, "on", _wanted)
+    on = _here.on
+    return _wanted if on is None else on
 
 
 @contextmanager
 def captures(on: bool) -> Iterator[None]:
     """For what this thread captures within, whatever ``enable`` said, and for the eager calls before it, which load what it needs."""
-    before = vars(_here).copy()
-    if on != enabled():
-        _prepare(on)
+    before = _here.on
+    _note(on)
     _here.on = on
     try:
         yield
     finally:
-        vars(_here).clear()
-        vars(_here).update(before)
+        _here.on = before
 
 
-def _prepare(on: bool) -> None:
+def _note(on: bool) -> None:
     if on:
-        _repeats.CAPTURED_ANEW = True  # from then on, in any thread: what an eager call launched is not what a captured one launches
-        _repeats.forget()  # the next eager call loads what a capture needs
+        _repeats.DEPENDENT = enabled
 
 
 enable(os.environ.get("TKERNELS_PDL", "0") in ("1", "true", "True"))

@@ -9,6 +9,9 @@ addresses and the launches themselves. A plan keeps no tensor.
 What launches depend on beside arguments can be part of the look: ``beside``. A group of GPUs is one: its ranks, its time-out. A TMA
 descriptor is of one of those addresses too, and is made again over another.
 
+Where captures have dependent launches a captured call is made as ever, and an eager one repeats only what such an eager call has launched,
+which loaded what the capture needs: another thread's may not have.
+
 A call is not repeated but made as ever when it also calls torch, when a pointer is none of those (a constant of the op's own), while
 Triton's launch hooks are set, and with a Triton whose compiled kernels are not known to be called like this. Two things that Triton
 reads at each launch are read once here: ``TRITON_DEBUG`` and the globals that a kernel uses. An op whose kernel calls torch as well
@@ -28,7 +31,7 @@ from tkernels import _launch
 from tkernels._triton import HAVE_TRITON, INTERPRETED, tl, triton
 
 ENABLED = HAVE_TRITON and not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
-CAPTURED_ANEW = False  # calls under capture are made as ever: they may launch what eager ones do not
+DEPENDENT: Callable[[], bool] | None = None  # set once it was wanted: whether this thread's captures launch what eager calls do not
 MOST = 1024  # plans of an op: prompts of ever other lengths should not fill the memory
 _ALIGNMENT = 16  # bytes; what Triton specialises pointers on. torch's allocators give more.
 _PIECE = 256  # temporaries start on multiples of this in their common allocation
@@ -78,11 +81,12 @@ def repeating(call: Callable[..., Any], beside: Callable[..., Hashable] | None =
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # a part of a call that is being noted launches through Triton, or its launches would be missed
-        if not ENABLED or _launch.is_noting() or (CAPTURED_ANEW and torch.cuda.is_current_stream_capturing()):
+        dependent = DEPENDENT is not None and DEPENDENT()
+        if not ENABLED or _launch.is_noting() or (dependent and torch.cuda.is_current_stream_capturing()):
             return call(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         addresses: list[Any] = []
-        key: list[Any] = []
+        key: list[Any] = [dependent]
         if beside is not None:
             more = beside(*args, **kwargs)
             if more is None:

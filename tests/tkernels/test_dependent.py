@@ -116,18 +116,34 @@ def test_of_the_captures_of_one_thread(on_a_device: Any) -> None:
     assert _dependent.enabled()
 
 
-def test_eager_calls_before_a_capture_load_what_it_needs(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So those that repeat their launches are forgotten."""
-    forgotten: list[bool] = []
-    monkeypatch.setattr(_repeats, "forget", lambda: forgotten.append(True))
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A call of something that says whether it was made, or an earlier one was repeated."""
+    monkeypatch.setattr(_repeats, "ENABLED", True)
+    monkeypatch.setattr(_repeats, "DEPENDENT", None)
+    plan = _repeats._Plan(*[None] * len(_repeats._Plan._fields))  # type: ignore[arg-type]
+    monkeypatch.setattr(_repeats, "_take_down", lambda call, args, kwargs, tensors: (call(*args), plan))
+    monkeypatch.setattr(_repeats, "_repeat", lambda plan, pool: "repeated")
+    call = _repeats.repeating(lambda x: "made")
+    x = torch.zeros(4)
+    yield lambda: call(x)
+    _repeats._tables.pop()
+
+
+def test_eager_calls_before_a_capture_load_what_it_needs(on_a_device: Any, repeated: Any) -> None:
+    """So they repeat none of those that did not, of this thread or another, before or meanwhile."""
     _dependent.enable(False)
+    thrice = ["made", "made", "repeated"]
+    assert [repeated() for _ in range(3)] == thrice
     with _dependent.captures(False):
-        assert not forgotten
-    with _dependent.captures(True):
-        assert forgotten == [True]
-        with _dependent.captures(True):
-            assert forgotten == [True]
-    assert forgotten == [True]
+        assert repeated() == "repeated"
+    with _dependent.captures(True), ThreadPoolExecutor(1) as other:
+        assert other.submit(repeated).result() == "repeated"
+        assert [repeated() for _ in range(3)] == thrice
+        assert other.submit(repeated).result() == "repeated"
+    assert repeated() == "repeated"
+    _dependent.enable(True)
+    assert repeated() == "made"
 
 
 @pytest.mark.parametrize(("arch", "on"), [("sm_80", False), ("sm_89", False), ("sm_100", True), ("sm_120", True), ("gfx942", False)])
@@ -147,19 +163,18 @@ def test_its_state_in_words() -> None:
     assert _dependent.state("sm_100") == "on"
 
 
-def test_a_captured_call_does_not_repeat_an_eager_one(on_a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_repeats, "ENABLED", True)
-    monkeypatch.setattr(_repeats, "CAPTURED_ANEW", False)
-    calls: list[int] = []
-    repeated = _repeats.repeating(lambda x: calls.append(1))
-    x = torch.zeros(4)
-    for enabled, capturing, anew in ((False, True, False), (True, False, False), (True, True, True), (False, True, True)):
-        _dependent.enable(enabled)
-        on_a_device.capturing = capturing
-        _repeats._tables[-1].clear()
-        repeated(x)
-        assert (not _repeats._tables[-1]) == anew
-    _repeats._tables.pop()
+def test_a_captured_call_does_not_repeat_an_eager_one(on_a_device: Any, repeated: Any) -> None:
+    for _ in range(3):
+        repeated()
+    on_a_device.capturing = True
+    assert repeated() == "repeated"  # it launches the same
+    with _dependent.captures(True):
+        assert {repeated() for _ in range(4)} == {"made"}
+        on_a_device.capturing = False
+        assert [repeated() for _ in range(3)] == ["made", "made", "repeated"]
+        on_a_device.capturing = True
+        assert repeated() == "made"
+    assert repeated() == "repeated"
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), (None, False)])
