@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print each plan")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    name_of_shape = "tiny" if options.small else options.shape
     shape = TINY if options.small else BY_NAME[options.shape]
     model = random_model(shape, seed=0, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -196,7 +197,7 @@ def main() -> None:
             share = f", {median / floor:.2f} x what reading takes" if device == "cuda" else ""
             print(f"batch {batch:4} {name:32} {median:9.1f} us{share}", flush=True)
         if options.out:  # after each batch: a run that is cut short keeps what it has
-            write_results(options.out, "python -m bench.decode_step", rows, shape=options.shape, page_size=PAGE_SIZE)
+            write_results(options.out, "python -m bench.decode_step", rows, shape=name_of_shape, page_size=PAGE_SIZE)
         del ours, peers
         gc.collect()
         if device == "cuda":

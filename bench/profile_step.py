@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -58,8 +59,11 @@ def shares(steps: Iterable[list[Kernel]]) -> list[dict[str, Any]]:
 
 
 def _short(name: str) -> str:
-    """Without the types that a template was made for."""
-    return name.replace("(anonymous namespace)::", "").partition("<")[0].partition("(")[0].removeprefix("void ").strip()
+    """Without the types that a template was made for, and the result's, which may be one too."""
+    name, found = name.replace("(anonymous namespace)::", ""), 1
+    while found:
+        name, found = re.subn("<[^<>]*>", "", name)  # the inner ones first
+    return name.partition("(")[0].strip().removeprefix("void ").removeprefix("std::enable_if::type ").strip()
 
 
 def profiled(run: Callable[[], Any], steps: int) -> list[list[Kernel]]:

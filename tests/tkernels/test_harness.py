@@ -24,7 +24,7 @@ import pytest
 import torch
 from oracle import FP8
 
-from bench.profile_step import Kernel, shares
+from bench.profile_step import Kernel, _short, shares
 from tkernels._op import _on_its_device
 from tkernels._triton import INTERPRETED, cast, dot, tl, triton
 from tkernels.quant import to_fp8
@@ -304,3 +304,13 @@ def test_shares_of_overlapping_kernels_and_gaps_add_up_to_the_span():
 def test_shares_keep_kernels_of_one_name_with_different_grids_apart():
     rows = shares([[Kernel("a", (1,), 0.0, 1.0), Kernel("a", (2,), 1.0, 4.0)]])
     assert [(row["kernel"], row["grid"], row["share_us"]) for row in rows] == [("a", [2], 3.0), ("a", [1], 1.0), ("gaps", [], 0.0)]
+
+
+@pytest.mark.parametrize(("name", "short"), [
+    ("_rms_norm_kernel", "_rms_norm_kernel"),
+    ("void at::native::(anonymous namespace)::fill<float, at::Of<int, (int)4>>(int, float)", "at::native::fill"),
+    ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, Params<float>>(Params<float>)", "internal::gemvx::kernel"),
+    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+])  # fmt: skip
+def test_names_of_kernels_are_short_and_still_tell_them_apart(name: str, short: str) -> None:
+    assert _short(name) == short
