@@ -24,7 +24,7 @@ from bench.harness import write_results
 from bench.plan_sizes import read_trace
 from tkernels import _dependent
 from tkernels._target import target_of
-from tkernels.attention import decode_fp8_sm90, decode_sm90
+from tkernels.attention import decode_one_sm90, decode_sm90
 from tkernels.attention._inputs import check_inputs
 from tkernels.attention._tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
 from tkernels.attention.cascade import cascade_attention
@@ -92,7 +92,7 @@ def taken(batch: Batch, query: int) -> bool:
     """Whether a Gluon kernel computes sequences of ``query`` tokens."""
     inputs = check_inputs(*batch.arguments(0), 1.0, True, 0, 0.0, None, None, None, 1.0)
     arch = target_of(batch.q.device).arch
-    return decode_fp8_sm90.refusal(inputs, arch) is None if query == 1 else decode_sm90.refusal(inputs, arch) is None
+    return decode_one_sm90.refusal(inputs, arch) is None if query == 1 else decode_sm90.refusal(inputs, arch) is None
 
 
 def dependent(call: Any, number: int) -> torch.cuda.CUDAGraph:

@@ -24,8 +24,8 @@ def gluon_problem() -> str | None:
     """Why this Triton cannot compile the kernels."""
 
     def load() -> None:
-        from tkernels.attention._decode_sm90 import fp8_kernel as _decode_fp8  # noqa: F401
         from tkernels.attention._decode_sm90 import kernel as _decode  # noqa: F401
+        from tkernels.attention._decode_sm90 import one_kernel as _decode_one  # noqa: F401
         from tkernels.attention._prefill_sm90 import kernel as _prefill  # noqa: F401
 
     return _triton.gluon_problem(load)

@@ -34,7 +34,7 @@ _STAGES = {64: 4, 128: 3}  # K blocks that are resident, and V blocks: with two 
 
 
 def enable(on: bool) -> None:
-    """Whether calls that are made or captured from now on may come here, or to decode_fp8_sm90.py. False sends them to decode.py, to
+    """Whether calls that are made or captured from now on may come here, or to decode_one_sm90.py. False sends them to decode.py, to
     compare the two."""
     _sm90.enable("decode", on)
 

@@ -1,7 +1,7 @@
 """Paged attention: decode, prefill over a cached prefix and mixed batches in one op, and its form that writes into a given output.
 
 Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py. On Hopper,
-where they take the call: 2 to 8 decode_sm90.py, 1 over an e4m3 cache decode_fp8_sm90.py, more prefill_sm90.py.
+where they take the call: 1 decode_one_sm90.py, 2 to 8 decode_sm90.py, more prefill_sm90.py.
 ``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
 """
 
@@ -13,7 +13,7 @@ from tkernels import _checks
 from tkernels._dependent import BESIDE, FIRST
 from tkernels._op import define
 from tkernels._target import target_of
-from tkernels.attention import decode_fp8_sm90, decode_sm90, prefill_sm90
+from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
 from tkernels.attention.prefill import prefill
@@ -63,13 +63,14 @@ def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_le
     temporaries, which must outlive the launch of the set's last kernel. With more than QUERY_LEN there always is a FIRST one.
     """
     arch = target_of(out.device).arch
-    if decode_fp8_sm90.refusal(inputs, arch) is None:
+    if decode_one_sm90.refusal(inputs, arch) is None:
         if max_query_len <= 1:
-            return decode_fp8_sm90.decode_fp8_sm90(inputs, out, lse)
-        kept = decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True, place=FIRST)
-        return kept + decode_fp8_sm90.decode_fp8_sm90(inputs, out, lse, BESIDE)
-    if max_query_len > 1 and decode_sm90.refusal(inputs, arch) is None:
-        return decode_sm90.decode_sm90(inputs, out, lse, FIRST) + decode(inputs, out, lse, 1, beside=True, place=BESIDE)
+            return decode_one_sm90.decode_one_sm90(inputs, out, lse)
+        if decode_sm90.refusal(inputs, arch) is None:
+            kept = decode_sm90.decode_sm90(inputs, out, lse, FIRST)
+        else:
+            kept = decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True, place=FIRST)
+        return kept + decode_one_sm90.decode_one_sm90(inputs, out, lse, BESIDE)
     if max_query_len > QUERY_LEN:
         return decode_of_mixed(inputs, out, lse)
     return decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)

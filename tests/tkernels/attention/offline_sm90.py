@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
-"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin)} a case.
+"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "descriptors" (of TMA, parameters in PTX),
+"ahead" (those that are fetched ahead)} a case.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tkernels.attention import decode_fp8_sm90, decode_sm90, prefill_sm90
+from tkernels._triton import next_power_of_2
+from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
 from tkernels.attention._common import FP8
-from tkernels.attention._decode_sm90.fp8_kernel import decode_fp8_sm90_kernel
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
+from tkernels.attention._decode_sm90.one_kernel import decode_one_sm90_kernel
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
 from tkernels.attention.ref import output_dtype
@@ -54,19 +56,19 @@ def inputs(
 def compile_case(
     kernel: str = "prefill", dim: int = 128, page_size: int = 16, dtype: str = "bfloat16", heads: int = 32, kv_heads: int = 8,
     causal: bool = True, window: int = 0, softcap: float = 0.0, sinks: bool = False, lse: bool = False, scales: bool = False,
-    pdl: int = 0,
+    pdl: int = 0, fp8: bool = False, layout: list[int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """pdl: as the kernels take it."""
-    x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, kernel == "decode_fp8")
+    """pdl: as the kernels take it. fp8: the caches. layout: of decode_one_sm90, the shipped one if None."""
+    x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, fp8)
     element, result, options = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)], {"num_warps": 4}
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
         constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9)) | {"PDL": pdl}
-    elif kernel == "decode_fp8":
-        constants = decode_fp8_sm90.constants(x, lse, 132) | {"PDL": pdl}
-        function, boxes = decode_fp8_sm90_kernel, decode_fp8_sm90.boxes(x.q.dtype, constants)
-        layout = decode_fp8_sm90.layout_of(constants["DIM"])
-        options = {"num_warps": layout.warps, "maxnreg": layout.maxnreg}
+    elif kernel == "decode_one":
+        chosen = decode_one_sm90.Layout(*layout) if layout else decode_one_sm90.layout_of(next_power_of_2(dim), x.k_cache.element_size())
+        constants = decode_one_sm90.constants(x, lse, 132, chosen) | {"PDL": pdl}
+        function, boxes = decode_one_sm90_kernel, decode_one_sm90.boxes(x, constants)
+        options = {"num_warps": chosen.warps, "maxnreg": chosen.maxnreg}
     else:
         constants = decode_sm90.constants(x, lse, 132) | {"PDL": pdl}
         function, boxes = decode_sm90_kernel, decode_sm90.boxes(x.q.dtype, dim, page_size, constants["GROUP_ROWS"])
@@ -102,6 +104,8 @@ def compile_case(
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync.aligned"),
         "order": _order(ptx),
+        "descriptors": re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx),
+        "ahead": re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx),
     }
 
 

@@ -60,7 +60,7 @@ def launches_chosen(case: Case, max_query_len: int, monkeypatch: pytest.MonkeyPa
 
     for name in ("decode", "prefill"):
         monkeypatch.setattr(paged, name, noted(getattr(paged, name)))
-    for module in (paged.decode_sm90, paged.decode_fp8_sm90, paged.prefill_sm90):
+    for module in (paged.decode_sm90, paged.decode_one_sm90, paged.prefill_sm90):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, name, noted(getattr(module, name)))
     paged.launch(checked(case), torch.empty_like(case.q), None, max_query_len)

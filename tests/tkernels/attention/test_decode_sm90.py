@@ -76,9 +76,9 @@ def test_each_kernel_has_its_own_switch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("queries", "kernels"),
     [
-        ([1, 1], [("decode 1 to 1", _dependent.ALONE)]),
-        ([1, 8], [("decode_sm90", _dependent.FIRST), ("decode 1 to 1", _dependent.BESIDE)]),
-        ([30, 3], [("decode_sm90", _dependent.FIRST), ("decode 1 to 1", _dependent.BESIDE), ("prefill_sm90", _dependent.BESIDE)]),
+        ([1, 1], [("decode_one_sm90", _dependent.ALONE)]),
+        ([1, 8], [("decode_sm90", _dependent.FIRST), ("decode_one_sm90", _dependent.BESIDE)]),
+        ([30, 3], [("decode_sm90", _dependent.FIRST), ("decode_one_sm90", _dependent.BESIDE), ("prefill_sm90", _dependent.BESIDE)]),
     ],
 )
 def test_a_sequence_of_one_token_takes_the_same_kernel_in_every_bucket(queries, kernels, monkeypatch) -> None:
@@ -107,7 +107,7 @@ def test_temporaries_of_launches_beside_each_other_live_until_the_last_one(monke
 
     monkeypatch.setattr(paged, "decode", launched)
     monkeypatch.setattr(paged, "prefill", launched)
-    for module in ("decode_sm90", "decode_fp8_sm90", "prefill_sm90"):
+    for module in ("decode_sm90", "decode_one_sm90", "prefill_sm90"):
         monkeypatch.setattr(getattr(paged, module), module, launched)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         case = make_case([40, 40], [30, 3], **SHAPE | {"device": "cpu", "dtype": dtype, "q_dtype": torch.bfloat16})

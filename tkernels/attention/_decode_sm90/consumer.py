@@ -117,13 +117,28 @@ def _fold(
         l3 = gl.full([ROWS_AT_ONCE], 0.0, gl.float32, gl.SliceLayout(1, layout))
         acc3 = gl.full([ROWS_AT_ONCE, DIM], 0.0, gl.float32, layout)
         for leaf in range(0, leaves, UNROLL):
+            slot = first + (leaf * SLOT_ROWS + row) + rows
+            state_ptrs = state_ptr + slot * 2
+            part_ptrs = part_ptr + slot[:, None] * DIM + offs_d[None, :]
+            states = ()
+            m_new = m3
             for u in gl.static_range(UNROLL):
                 has = (row + rows < last) & (leaf + u < leaves)
-                slot = first + (leaf + u) * SLOT_ROWS + row + rows
-                m = gl.load(state_ptr + slot * 2, mask=has, other=float("-inf"))
-                l = gl.load(state_ptr + slot * 2 + 1, mask=has, other=0.0)
-                acc = gl.load(part_ptr + slot[:, None] * DIM + offs_d[None, :], mask=has[:, None], other=0.0)
-                m3, l3, acc3 = merge(m3, l3, acc3, m, l, acc)
+                m = gl.load(state_ptrs + u * (SLOT_ROWS * 2), mask=has, other=float("-inf"))
+                l = gl.load(state_ptrs + (u * (SLOT_ROWS * 2) + 1), mask=has, other=0.0)
+                acc = gl.load(part_ptrs + u * (SLOT_ROWS * DIM), mask=has[:, None], other=0.0)
+                states += ((m, l, acc),)  # type: ignore[assignment]  # a longer tuple each time
+                m_new = gl.maximum(m_new, m)
+            # ``merge`` of one after another, but that all are scaled at once: exactly, so that the sums are the same
+            base = gl.where(m_new == float("-inf"), 0.0, m_new)
+            a = gl.exp2(m3 - base)
+            m3 = m_new
+            l3 = l3 * a
+            acc3 = acc3 * a[:, None]
+            for u in gl.static_range(UNROLL):
+                a = gl.exp2(states[u][0] - base)
+                l3 = gl.fma(states[u][1], a, l3)
+                acc3 = gl.fma(states[u][2], a[:, None] + gl.zeros_like(acc3), acc3)
         _store(
             out_ptr, lse_ptr, sinks_ptr, m3, l3, acc3, row, first_row, query_len, length, head, v_factor,
             stride_ot, stride_oh, stride_lt, stride_lh, GROUP, GROUP_ROWS, HEAD_DIM, HAS_SINKS, HAS_LSE,
@@ -219,6 +234,8 @@ def consumer(
             m3 = nothing
             l3 = l1
             acc3 = acc1
+            left = leaf  # blocks of the leaf; a segment begins with one
+            at_leaf = begin // leaf
             for block in range(first, first + blocks):
                 stage = i % K_STAGES
                 mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
@@ -244,13 +261,16 @@ def consumer(
                 acc1, p_narrow = warpgroup_mma_wait(0, [acc1, p_narrow])
                 meet("arrive", FIRST_BARRIER + K_STAGES + v_stage, HANDSHAKE)
                 i += 1
+                left -= 1
                 done = begin + block - first + 1
-                if ((done & (leaf - 1)) == 0) | (done == share):
+                if (left == 0) | (done == share):
                     if is_cut:
-                        slot = slot0 + (done - 1) // leaf * SLOT_ROWS
+                        slot = slot0 + at_leaf * SLOT_ROWS
                         leave(part_ptr, state_ptr, slot, m1, l1, acc1, token < query_len)
                     else:
                         m3, l3, acc3 = merge(m3, l3, acc3, m1, l1, acc1)
+                    left = leaf
+                    at_leaf += 1
                     m1 = nothing
                     l1 = gl.full([ROWS], 0.0, gl.float32, row.type.layout)
                     acc1 = gl.zeros([ROWS, DIM], gl.float32, o_layout)

@@ -102,11 +102,11 @@ def load_v(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.const
 
 @gluon.jit
 def transpose(p, mma: gl.constexpr):
-    """P [warps, KEYS, N] in fp16 as the first product leaves it → as the operand of the second."""
+    """P [warps, KEYS, N] in 16 bits as the first product leaves it → as the operand of the second."""
     WARPS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     N: gl.constexpr = p.shape[2]
-    p = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=gl.float16, is_pure=False, pack=2)
+    p = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
     p = p.reshape([WARPS, KEYS // 8, 8, N // 8, 8]).permute([0, 1, 4, 3, 2]).reshape([WARPS, KEYS, N])
     return gl.convert_layout(p, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
 

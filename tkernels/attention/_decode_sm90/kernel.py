@@ -42,12 +42,12 @@ def decode_sm90_kernel(
 
     Each (owner, KV head), an owner being a sequence or with BY_RANGE a range, has LEAVES slots of SLOT_ROWS rows in part_ptr [rows, DIM]
     and state_ptr [rows, 2], and in arrivals_ptr an int32 that is zero and is zero again at the end. qk_scale, softcap: in base 2."""
-    enter(PDL)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, ROWS, DIM], layout)
     k_blocks = gl.allocate_shared_memory(DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
     v_blocks = gl.allocate_shared_memory(DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
     q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
+    enter(PDL)
     gl.warp_specialize(
         [
             (
@@ -66,7 +66,7 @@ def decode_sm90_kernel(
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, MIN_QUERIES, QUERIES, HAS_WINDOW,
+                    KV_HEADS, GROUP, GROUP_ROWS, DIM, BLOCK_N, PROGRAMS, LEAVES, 1, BY_RANGE, MIN_QUERIES, QUERIES, HAS_WINDOW,
                 ),
             ),
         ],

@@ -11,34 +11,42 @@ from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, 
 
 
 @gluon.jit
-def _shares(
+def _ends(
     cu_ptr, lens_ptr, first, num_seqs, capacity, window,
     MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr,
+    UNCUT: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of the sequences ``first`` to ``first + SEQS``; none of those with other than MIN_QUERIES to QUERIES query tokens."""
+    """Of the sequences ``first`` to ``first + SEQS``: where the blocks of each end among all of theirs, and how many those are. None are of
+    sequences with other than MIN_QUERIES to QUERIES query tokens."""
     s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
     query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
-    _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
-    return gl.where((query_len >= MIN_QUERIES) & (query_len <= QUERIES), blocks, 0)
+    _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT)
+    blocks = gl.where((query_len >= MIN_QUERIES) & (query_len <= QUERIES), blocks, 0)
+    return gl.associative_scan(blocks, 0, add), gl.sum(blocks, 0)
 
 
 @gluon.jit
 def scheduler(
     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr, MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
+    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, BY_RANGE: gl.constexpr,
+    MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Ranges of the blocks of one KV head, all sequences one after another; a program takes its own.
     A range is cut into segments, a part of one sequence each, and both of its ends move up to the next end of a leaf."""
-    total = 0
-    for first in range(0, num_seqs, SEQS):
-        shares = _shares(cu_ptr, lens_ptr, first, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
-        total += gl.sum(shares, 0)
-    ranges = make_ranges(total, PROGRAMS)
-    # a cursor: ``passed`` blocks lie before the SEQS sequences at ``group``
+    # a cursor: ``passed`` blocks lie before the SEQS sequences at ``group``, which have ``here``, and end at ``ends``
     group = 0
     passed = 0
+    ends, here = _ends(
+        cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+    )  # fmt: skip
+    total = here
+    for first in range(SEQS, num_seqs, SEQS):
+        _of_group, blocks = _ends(
+            cu_ptr, lens_ptr, first, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+        )  # fmt: skip
+        total += blocks
+    ranges = make_ranges(total, PROGRAMS)
     k = 0
     for item in range(gl.program_id(0), PROGRAMS * KV_HEADS, gl.num_programs(0)):
         j = item // KV_HEADS
@@ -48,22 +56,23 @@ def scheduler(
         if x < passed:
             group = 0
             passed = 0
+            ends, here = _ends(
+                cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+            )  # fmt: skip
         while x < stop:
-            shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
-            here = gl.sum(shares, 0)
             while x >= passed + here:
                 passed += here
                 group += SEQS
-                shares = _shares(cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES)
-                here = gl.sum(shares, 0)
-            ends = gl.associative_scan(shares, 0, add)
+                ends, here = _ends(
+                    cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+                )  # fmt: skip
             before = ends <= x - passed
             s = group + gl.sum(before.to(gl.int32), 0)
             base = passed + gl.max(gl.where(before, ends, 0), 0)
             first_row, query_len, length = sequence(cu_ptr, lens_ptr, s, capacity)
-            first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES)
-            begin = gl.minimum((x - base + leaf - 1) & -leaf, share)
-            end = gl.minimum((stop - base + leaf - 1) & -leaf, share)
+            first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT)
+            begin = gl.minimum((x - base + leaf - 1) // leaf * leaf, share)
+            end = gl.minimum((stop - base + leaf - 1) // leaf * leaf, share)
             if end > begin:
                 stage = wait_room(segments, k)
                 put_word(segments, stage, 0, end - begin)

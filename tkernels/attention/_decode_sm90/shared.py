@@ -17,6 +17,7 @@ FOLD_ROWS = gl.constexpr(8)  # query rows that are folded at once: the fewest th
 SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
 FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
+ONE_FIRST_BARRIER = gl.constexpr(5)  # of the kernel for one token: its roles beside the consumer are three
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
 
 
@@ -29,24 +30,23 @@ class Ranges(NamedTuple):
 
 
 @gluon.jit
-def plan(length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr):
+def plan(
+    length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr
+):  # fmt: skip
     """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
 
-    An empty sequence counts as one block: someone has to write its zeros.
+    An empty sequence counts as one block: someone has to write its zeros. Up to UNCUT blocks are one leaf: one program is done with them
+    before several would have folded.
     """
     first = length * 0
     if HAS_WINDOW:
         first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
-    leaf = (blocks - 1) // LEAVES
-    leaf |= (blocks > 16).to(gl.int32)  # leaves of one block only where a short sequence alone needs all the programs
-    # rounded up to a power of two
-    leaf |= leaf >> 1
-    leaf |= leaf >> 2
-    leaf |= leaf >> 4
-    leaf |= leaf >> 8
-    leaf |= leaf >> 16
-    return first, blocks, leaf + 1
+    leaf = (blocks + LEAVES - 1) // LEAVES
+    leaf = gl.maximum(leaf, 1 + (blocks > 16).to(gl.int32))  # leaves of one block only where a short sequence alone needs all the programs
+    if UNCUT > 1:
+        leaf = gl.where(blocks <= UNCUT, blocks, leaf)
+    return first, blocks, leaf
 
 
 @gluon.jit
@@ -85,16 +85,18 @@ def make_rings(k_blocks, v_blocks):
     segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
     segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
     words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(WORK_STAGES):
-        mbarrier.init(segment_full.index(stage), count=1)
-        mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
-    for stage in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
+    # stage by stage: between two of one ring the compiler has the warps meet
+    for stage in gl.static_range(max(Q_STAGES, WORK_STAGES, K_STAGES, V_STAGES)):
+        if stage < Q_STAGES:
+            mbarrier.init(q_full.index(stage), count=1)
+            mbarrier.init(q_empty.index(stage), count=1)
+        if stage < WORK_STAGES:
+            mbarrier.init(segment_full.index(stage), count=1)
+            mbarrier.init(segment_empty.index(stage), count=3)  # the consumer and two loaders
+        if stage < K_STAGES:
+            mbarrier.init(k_full.index(stage), count=1)
+        if stage < V_STAGES:
+            mbarrier.init(v_full.index(stage), count=1)
     fence_async_shared()
     return q_full, q_empty, Stages(k_blocks, k_full), Stages(v_blocks, v_full), Work(words, segment_full, segment_empty)
 

@@ -1,8 +1,8 @@
-"""The consumer of the kernel for e4m3 caches: matrix products on the older tensor cores, softmax, the fold of a sequence.
+"""The consumer of the kernel for one query token: matrix products on the older tensor cores, softmax, the fold of a sequence.
 
 Keys are the rows of S = K · qᵀ, the first product, and heads the columns (N, 8 or 16); the second is O = Vᵀ · P. Each warp takes its own
 keys of a block, with a maximum, sums and an accumulator of its own, and needs no other warp inside a leaf. Nothing is laid out anew
-between shared memory and the tensor cores (fp8_operands.py).
+between shared memory and the tensor cores (wide_operands.py of a cache of 16 bits, fp8_operands.py).
 """
 
 from __future__ import annotations
@@ -14,44 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tkernels._gluon import barrier
 from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
-from tkernels.attention._decode_sm90.fp8_operands import bits, load_k, load_q, load_v, transpose
-from tkernels.attention._decode_sm90.shared import Q_STAGES, read_segment
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, cap, wait_work
-
-
-@gluon.constexpr_function
-def _row_layouts(N, D, WARPS):
-    """Of the state of all warps: (accumulators of every second head [warps, N / 2, D], m and l [warps, N], their sum [N, D]).
-
-    A thread has the same element of all warps; lanes run along D, four elements each, then along heads, and so do warps."""
-    w = bits(WARPS)
-    free = [("d", i) for i in range(2, bits(D))] + [("n", i) for i in range(bits(N // 2))]
-    lanes = (free[:5] + [None] * 5)[:5]
-    warps = (free[5 : 5 + w] + [None] * w)[:w]
-    rest = free[5 + w :]
-
-    def half(x):
-        return [0, 0, 0] if x is None else [0, 0, 1 << x[1]] if x[0] == "d" else [0, 1 << x[1], 0]
-
-    def narrow(x):
-        return [0, 2 << x[1]] if x is not None and x[0] == "n" else [0, 0]
-
-    def whole(x):
-        return [0, 0] if x is None else [0, 1 << x[1]] if x[0] == "d" else [2 << x[1], 0]
-
-    sources = [1 << i for i in range(w)]
-    layout_half = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]] + [[i, 0, 0] for i in sources] + [half(x) for x in rest],
-        [half(x) for x in lanes], [half(x) for x in warps], [], [WARPS, N // 2, D],
-    )  # fmt: skip
-    layout_narrow = gl.DistributedLinearLayout(
-        [[i, 0] for i in sources] + [[0, 1]] + [narrow(x) for x in rest if x[0] == "n"],
-        [narrow(x) for x in lanes], [narrow(x) for x in warps], [], [WARPS, N],
-    )  # fmt: skip
-    layout_whole = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0]] + [whole(x) for x in rest], [whole(x) for x in lanes], [whole(x) for x in warps], [], [N, D]
-    )
-    return layout_half, layout_narrow, layout_whole
+from tkernels.attention._decode_sm90.fp8_operands import load_k, load_q, load_v, transpose
+from tkernels.attention._decode_sm90.loader import prefetch_tables
+from tkernels.attention._decode_sm90.shared import ONE_FIRST_BARRIER, Q_STAGES, read_segment
+from tkernels.attention._decode_sm90.warps import merge_warps, row_layouts
+from tkernels.attention._decode_sm90.wide_operands import load_k16, load_q16, load_v16
+from tkernels.attention._sm90_gluon import cap, wait_work
 
 
 @gluon.constexpr_function
@@ -78,8 +46,13 @@ def _block(
     m: running maximum of the logits in base 2, rounded up to a whole number; l: running sum of p = 2^(logit - m).
     """
     WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = k_block.dtype == q.dtype
     mbarrier.wait(k_full, k_phase)
-    s = mma_v2(load_k(k_block, mma, D, KEYS), q, gl.zeros([WARPS, KEYS, N], gl.float32, mma))
+    if WIDE:
+        k = load_k16(k_block, mma, D, KEYS)
+    else:
+        k = load_k(k_block, mma, D, KEYS)
+    s = mma_v2(k, q, gl.zeros([WARPS, KEYS, N], gl.float32, mma))
     _give_back(k_number, HANDSHAKE)
     factor = scale[None, :] + gl.zeros_like(m)
     if HAS_SOFTCAP:
@@ -103,97 +76,41 @@ def _block(
     before = gl.exp2(m - base)
     part = gl.sum(p.reshape([WARPS, KEYS // 8, 8, N]), 1)
     l = l * gl.convert_layout(before, gl.SliceLayout(1, l.type.layout))[:, None, :] + gl.convert_layout(part, l.type.layout)
-    p = transpose(p.to(gl.float16), mma)
+    p = transpose(p.to(q.dtype), mma)
     acc = acc * before[:, None, :]
     mbarrier.wait(v_full, v_phase)
-    acc = mma_v2(load_v(v_block, begin, end, mma, D, KEYS, MASKED), p, acc)
+    if WIDE:
+        v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
+    else:
+        v = load_v(v_block, begin, end, mma, D, KEYS, MASKED)
+    acc = mma_v2(v, p, acc)
     _give_back(v_number, HANDSHAKE)
     return m_new, l, acc
 
 
 @gluon.jit
-def _merge_warps(m, l, acc, scratch):
-    """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order."""
-    WARPS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    N: gl.constexpr = acc.shape[2]
-    layouts: gl.constexpr = _row_layouts(N, D, WARPS)
-    half: gl.constexpr = layouts[0]
-    narrow: gl.constexpr = layouts[1]
-    whole: gl.constexpr = layouts[2]
-    rows: gl.constexpr = gl.SliceLayout(1, whole)
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    ml = gl.join(m, l)
-    m, l = gl.split(gl.convert_layout(ml, _join_layout(narrow)))
-    m = gl.convert_layout(m, narrow, assert_trivial=True)
-    l = gl.convert_layout(l, narrow, assert_trivial=True)
-    m_new = gl.max(m, 0)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    factor = gl.exp2(m - base[None, :])
-    l = gl.sum(l * factor, 0)
-    even, odd = gl.split(factor.reshape([WARPS, N // 2, 2]))
-    a, b = gl.split(acc.reshape([WARPS, D, N // 2, 2]))
-    a = _sum_warps(a, even, scratch, half)
-    b = _sum_warps(b, odd, scratch, half)
-    acc = gl.join(a, b).permute([0, 2, 1]).reshape([N, D])
-    acc = gl.convert_layout(acc, whole, assert_trivial=True)
-    return gl.convert_layout(m_new, rows), gl.convert_layout(l, rows), acc
-
-
-@gluon.constexpr_function
-def _join_layout(layout):
-    """[a, b, 2] whose last axis lies in a thread, from [a, b]."""
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1]] + [[*x, 0] for x in layout.reg_bases], [[*x, 0] for x in layout.lane_bases], [[*x, 0] for x in layout.warp_bases], [],
-        [*layout.shape, 2],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _flat(layout):
-    """[a · b, c] from [a, b, c]."""
-
-    def flat(bases):
-        return [[x[0] * layout.shape[1] + x[1], x[2]] for x in bases]
-
-    return gl.DistributedLinearLayout(
-        flat(layout.reg_bases), flat(layout.lane_bases), flat(layout.warp_bases), [], [layout.shape[0] * layout.shape[1], layout.shape[2]]
-    )
-
-
-@gluon.jit
-def _sum_warps(acc, factor, scratch, half: gl.constexpr):
-    """Accumulators of half of the heads [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
-    WARPS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    N: gl.constexpr = acc.shape[2]
-    acc = acc.reshape([WARPS, D // 16, 2, 8, N]).permute([0, 4, 3, 1, 2]).reshape([WARPS * N, D])
-    scratch.store(acc)
-    acc = scratch.load(_flat(half)).reshape([WARPS, N, D])
-    acc = gl.convert_layout(acc, half, assert_trivial=True)
-    factor = gl.convert_layout(factor, gl.SliceLayout(2, half), assert_trivial=True)
-    return gl.sum(acc * factor[:, :, None], 0)
-
-
-@gluon.jit
-def fp8_consumer(
+def one_consumer(
     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
-    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs, stride_ot, stride_oh, stride_lt, stride_lh,
+    table_ptr, stride_bt, table_width, num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
+    stride_ot, stride_oh, stride_lt, stride_lh,
     q_shared, q_full, q_empty, ks, vs, scratch, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEAVES: gl.constexpr, HANDSHAKE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = BLOCK_N // WARPS  # of a block, for each warp
     N: gl.constexpr = q_shared.shape[1]
     DIM: gl.constexpr = q_shared.shape[2]
+    WIDE: gl.constexpr = ks.blocks.dtype == q_shared.dtype  # a cache of 16 bits, like q
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     sums: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    layouts: gl.constexpr = _row_layouts(N, DIM, WARPS)
+    layouts: gl.constexpr = row_layouts(N, DIM, WARPS)
     whole: gl.constexpr = layouts[2]
     rows: gl.constexpr = gl.SliceLayout(1, whole)
+    if AHEAD:
+        prefetch_tables(table_ptr, num_seqs, stride_bt, table_width)
     _zero_rows(
         out_ptr, lse_ptr, cu_ptr, num_seqs, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, HEAD_DIM, DIM, HAS_LSE
     )
@@ -209,7 +126,11 @@ def fp8_consumer(
         if blocks > 0:
             q_stage = k % Q_STAGES
             mbarrier.wait(q_full.index(q_stage), (k // Q_STAGES) & 1)
-            q, power = load_q(q_shared.index(q_stage), mma)
+            if WIDE:
+                q = load_q16(q_shared.index(q_stage), mma)
+                power = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+            else:
+                q, power = load_q(q_shared.index(q_stage), mma)
             barrier()
             mbarrier.arrive(q_empty.index(q_stage), count=1)
             is_cut = blocks < share
@@ -227,6 +148,8 @@ def fp8_consumer(
             m3 = gl.full([N], float("-inf"), gl.float32, rows)  # of the row
             l3 = gl.full([N], 0.0, gl.float32, rows)
             acc3 = gl.zeros([N, DIM], gl.float32, whole)
+            left = leaf  # blocks of the leaf; a segment begins with one
+            at_leaf = begin // leaf
             for block in range(first, first + blocks):
                 start = block * BLOCK_N
                 k_stage = i % K_STAGES
@@ -237,26 +160,31 @@ def fp8_consumer(
                 v_block = vs.blocks.index(v_stage)
                 v_full = vs.full.index(v_stage)
                 v_phase = (i // V_STAGES) & 1
+                k_back = ONE_FIRST_BARRIER + k_stage
+                v_back = ONE_FIRST_BARRIER + K_STAGES + v_stage
                 if (length < start + BLOCK_N) | (unseen > start):
                     m1, l1, acc1 = _block(
-                        q, k_block, k_full, k_phase, FIRST_BARRIER + k_stage, v_block, v_full, v_phase, FIRST_BARRIER + K_STAGES + v_stage,
+                        q, k_block, k_full, k_phase, k_back, v_block, v_full, v_phase, v_back,
                         m1, l1, acc1, scale, softcap, unseen - start, length - start,
                         mma, N, DIM, KEYS, HANDSHAKE, True, HAS_K_SCALE, HAS_SOFTCAP,
                     )  # fmt: skip
                 else:
                     m1, l1, acc1 = _block(
-                        q, k_block, k_full, k_phase, FIRST_BARRIER + k_stage, v_block, v_full, v_phase, FIRST_BARRIER + K_STAGES + v_stage,
+                        q, k_block, k_full, k_phase, k_back, v_block, v_full, v_phase, v_back,
                         m1, l1, acc1, scale, softcap, unseen - start, length - start,
                         mma, N, DIM, KEYS, HANDSHAKE, False, HAS_K_SCALE, HAS_SOFTCAP,
                     )  # fmt: skip
                 i += 1
+                left -= 1
                 done = begin + block - first + 1
-                if ((done & (leaf - 1)) == 0) | (done == share):
-                    m2, l2, acc2 = _merge_warps(m1, l1, acc1, scratch)
+                if (left == 0) | (done == share):
+                    m2, l2, acc2 = merge_warps(m1, l1, acc1, scratch)
                     if is_cut:
-                        leave(part_ptr, state_ptr, slot0 + (done - 1) // leaf * SLOT_ROWS, m2, l2, acc2, row < GROUP)
+                        leave(part_ptr, state_ptr, slot0 + at_leaf * SLOT_ROWS, m2, l2, acc2, row < GROUP)
                     else:
                         m3, l3, acc3 = merge(m3, l3, acc3, m2, l2, acc2)
+                    left = leaf
+                    at_leaf += 1
                     m1 = gl.full([WARPS, N], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
                     l1 = gl.zeros([WARPS, 8, N], gl.float32, sums)
                     acc1 = gl.zeros([WARPS, DIM, N], gl.float32, mma)

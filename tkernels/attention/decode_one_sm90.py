@@ -1,7 +1,8 @@
-"""Decode of one query token over an e4m3 cache on Hopper, by the Gluon kernel of _decode_sm90/fp8_kernel.py.
+"""Decode of one query token on Hopper, over a cache of 16 bits or of e4m3, by the Gluon kernel of _decode_sm90/one_kernel.py.
 
-In plain Triton such a cache takes two thirds of the time of a 16-bit one, not half: bytes pass through shared memory once more on their way
-to the tensor cores. Here they are read into the registers where the products want them (_decode_sm90/fp8_consumer.py).
+Operands go from the stages that TMA fills straight into the registers where the products want them: those of 16 bits by ``ldmatrix``, and
+bytes of e4m3 without the second pass through shared memory by which plain Triton loses what such a cache gains. Each warp has its own keys
+of a block, so that products and softmax wait for no other warp.
 
 The tree of a sequence is that of decode_sm90.py, with a level below: each warp of a program folds its own keys of the blocks of a leaf, and
 the warps are summed where the leaf ends. It depends on the sequence's length (and window) alone. Rows of no sequence are zeroed here.
@@ -36,6 +37,10 @@ class Layout(NamedTuple):
     k_stages: int  # resident blocks
     v_stages: int
     programs_per_sm: int
+    leaves: int = 1  # of one sequence, for each program
+    uncut: int = 1  # blocks of a sequence that is too short to be shared by programs
+
+    ahead: int = 1
 
     @property
     def maxnreg(self) -> int | None:
@@ -43,9 +48,15 @@ class Layout(NamedTuple):
         return 65536 // (32 * (self.warps + 4) * self.programs_per_sm) // 8 * 8 if self.programs_per_sm > 1 else None
 
 
-def layout_of(dim: int) -> Layout:
-    """dim: 64 or 128. Part of the arithmetic (block_n, warps), so of nothing that a batch changes. Measured on an H200 for 128."""
-    return Layout(128, 4, 4, 4, 2 if dim == 64 else 1)
+_LAYOUTS = {  # by bytes of an element and head dimension
+    (1, 64): Layout(128, 4, 4, 4, 2), (1, 128): Layout(128, 4, 4, 4, 1),
+    (2, 64): Layout(64, 4, 5, 5, 2, uncut=4), (2, 128): Layout(64, 4, 5, 5, 1, uncut=4),
+}  # fmt: skip
+
+
+def layout_of(dim: int, itemsize: int) -> Layout:
+    """dim: 64 or 128. itemsize: of the cache. Part of the arithmetic, but for the stages, so of nothing that a batch changes."""
+    return _LAYOUTS[itemsize, dim]
 
 
 def refusal(x: Inputs, arch: str) -> str | None:
@@ -54,7 +65,7 @@ def refusal(x: Inputs, arch: str) -> str | None:
     Depends on the device, the model's shape, strides, alignment and features alone, never on lengths, the bucket of query lengths or the
     batch, so that a sequence gets the same bits in every batch. arch: as in tkernels._target.
     """
-    problem = _sm90.refusal("decode", x, arch, _DIMS, cache=FP8)
+    problem = _sm90.refusal("decode", x, arch, _DIMS, cache=FP8 if x.k_cache.dtype == FP8 else None)
     if problem is None and x.heads > _GROUP * x.kv_heads:
         return f"{x.heads} heads on {x.kv_heads} KV heads: expected at most {_GROUP} for each"
     return problem
@@ -65,24 +76,25 @@ def constants(x: Inputs, has_lse: bool, num_sms: int, layout: Layout | None = No
     dim = next_power_of_2(x.dim)
     group = x.heads // x.kv_heads
     columns = max(8, next_power_of_2(group))
-    layout = layout or layout_of(dim)
+    layout = layout or layout_of(dim, x.k_cache.element_size())
     programs = max(1, num_sms * layout.programs_per_sm // x.kv_heads)
     return dict(
-        DTYPE=_sm90.element(x.q.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns, SLOT_ROWS=next_power_of_2(group),
-        HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
-        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, next_power_of_2(programs))), BY_RANGE=x.num_seqs > programs,
+        DTYPE=_sm90.element(x.q.dtype), CACHE_DTYPE=_sm90.element(x.k_cache.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns,
+        SLOT_ROWS=next_power_of_2(group), HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
+        BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
+        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * programs)), UNCUT=layout.uncut, BY_RANGE=x.num_seqs > programs,
         HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
-        HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,
+        HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse, AHEAD=layout.ahead,
     )  # fmt: skip
 
 
-def boxes(dtype: torch.dtype, constant: dict[str, Any]) -> dict[str, tuple[list[int], Any]]:
-    """Descriptor → (shape of what one TMA copies, its layout in shared memory). dtype: of q."""
-    keys = _sm90.box(FP8, (1, min(constant["PAGE"], constant["BLOCK_N"]), 1, constant["DIM"]))
-    return {"q_desc": _sm90.box(dtype, (1, constant["COLUMNS"], constant["DIM"])), "k_desc": keys, "v_desc": keys}
+def boxes(x: Inputs, constant: dict[str, Any]) -> dict[str, tuple[list[int], Any]]:
+    """Descriptor → (shape of what one TMA copies, its layout in shared memory)."""
+    keys = _sm90.box(x.k_cache.dtype, (1, min(constant["PAGE"], constant["BLOCK_N"]), 1, constant["DIM"]))
+    return {"q_desc": _sm90.box(x.q.dtype, (1, constant["COLUMNS"], constant["DIM"])), "k_desc": keys, "v_desc": keys}
 
 
-def decode_fp8_sm90(
+def decode_one_sm90(
     inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE, layout: Layout | None = None
 ) -> list[torch.Tensor]:
     """Write the rows of every sequence with one query token, and zeros into the rows of no sequence.
@@ -90,12 +102,12 @@ def decode_fp8_sm90(
     For calls of at least one sequence that ``refusal`` does not refuse. place: among the launches of a set, as in _dependent.py. layout:
     another one than ``layout_of``'s. Returns the temporaries.
     """
-    from tkernels.attention._decode_sm90.fp8_kernel import decode_fp8_sm90_kernel
+    from tkernels.attention._decode_sm90.one_kernel import decode_one_sm90_kernel
 
     x = inputs
     target = target_of(out.device)
     constant = constants(x, lse is not None, target.num_sms, layout)
-    layout = layout or layout_of(constant["DIM"])
+    layout = layout or layout_of(constant["DIM"], x.k_cache.element_size())
     programs = constant["PROGRAMS"]
     owners = min(x.num_seqs, programs)
     grid = min(target.num_sms * layout.programs_per_sm, programs * x.kv_heads)
@@ -104,9 +116,9 @@ def decode_fp8_sm90(
     states = torch.empty((rows, 2), dtype=torch.float32, device=out.device)
     arrivals = counters(owners * x.kv_heads, out.device)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
-    box = boxes(x.q.dtype, constant)
+    box = boxes(x, constant)
     _dependent.launch(
-        decode_fp8_sm90_kernel, (grid,), out.device,
+        decode_one_sm90_kernel, (grid,), out.device,
         _sm90.descriptor(x.q, *box["q_desc"]), _sm90.descriptor(x.k_cache, *box["k_desc"]), _sm90.descriptor(x.v_cache, *box["v_desc"]),
         out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale, parts, states,
         arrivals,

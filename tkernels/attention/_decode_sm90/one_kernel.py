@@ -1,6 +1,6 @@
-"""The Gluon kernel of decode_fp8_sm90.py: kernel.py's roles and handshakes, for sequences of one query token over an e4m3 cache.
+"""The Gluon kernel of decode_one_sm90.py: kernel.py's roles and handshakes, for sequences of one query token.
 
-Its consumer (fp8_consumer.py) multiplies on the older tensor cores, from registers.
+Its consumer (one_consumer.py) multiplies on the older tensor cores, from registers.
 """
 
 from __future__ import annotations
@@ -8,57 +8,61 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tkernels._gluon import depart, enter
-from tkernels.attention._decode_sm90.fp8_consumer import fp8_consumer
+from tkernels._gluon import depart, enter, prefetch_descriptor
 from tkernels.attention._decode_sm90.loader import loader
+from tkernels.attention._decode_sm90.one_consumer import one_consumer
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import Q_STAGES, make_rings
-from tkernels.attention._sm90_gluon import FIRST_BARRIER
+from tkernels.attention._decode_sm90.shared import ONE_FIRST_BARRIER, Q_STAGES, make_rings
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
-def decode_fp8_sm90_kernel(
+def decode_one_sm90_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     part_ptr, state_ptr, arrivals_ptr,
     num_seqs, num_tokens, capacity, window, qk_scale, softcap, v_factor, stride_ks, stride_vs,
     stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
-    DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr, SLOT_ROWS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    DTYPE: gl.constexpr, CACHE_DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
+    SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr,
+    BY_RANGE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As decode_sm90_kernel, with boxes of [1, COLUMNS, DIM] for q and SLOT_ROWS rows a slot, GROUP rounded up to a power of two. Also
-    writes zeros into the rows of no sequence. DTYPE: q's."""
-    enter(PDL)
+    writes zeros into the rows of no sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3."""
+    if AHEAD:
+        prefetch_descriptor("decode_one_sm90_kernel", 0)  # q_desc
+        prefetch_descriptor("decode_one_sm90_kernel", 7)  # k_desc
+        prefetch_descriptor("decode_one_sm90_kernel", 16)  # v_desc
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], gl.float8e4nv)
-    k_blocks = gl.allocate_shared_memory(gl.float8e4nv, [K_STAGES, BLOCK_N, DIM], layout)
-    v_blocks = gl.allocate_shared_memory(gl.float8e4nv, [V_STAGES, BLOCK_N, DIM], layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], CACHE_DTYPE)
+    k_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
+    v_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
     # half of the consumer's accumulators, whose warps are summed where a leaf ends; swizzled, so that neither side has conflicts
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() * COLUMNS // 2, DIM], swizzled)
     q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
+    enter(PDL)
     HANDSHAKE: gl.constexpr = 32 * gl.num_warps() + 32  # the consumer and a loader
     gl.warp_specialize(
         [
             (
-                fp8_consumer,
+                one_consumer,
                 (
                     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
-                    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
+                    table_ptr, stride_bt, capacity // PAGE, num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
                     stride_ot, stride_oh, stride_lt, stride_lh, q_shared, q_full, q_empty, ks, vs, scratch, segments,
                     KV_HEADS, GROUP, SLOT_ROWS, HEAD_DIM, BLOCK_N, K_STAGES, V_STAGES, LEAVES, HANDSHAKE,
-                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
+                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, AHEAD,
                 ),
             ),
-            (loader, (k_desc, table_ptr, ks, segments, FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
-            (loader, (v_desc, table_ptr, vs, segments, FIRST_BARRIER + K_STAGES, HANDSHAKE, V_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (k_desc, table_ptr, ks, segments, ONE_FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
+            (loader, (v_desc, table_ptr, vs, segments, ONE_FIRST_BARRIER + K_STAGES, HANDSHAKE, V_STAGES, DIM, PAGE, BLOCK_N)),
             (
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, BY_RANGE, 1, 1, HAS_WINDOW,
+                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, BY_RANGE, 1, 1, HAS_WINDOW,
                 ),
             ),
         ],

@@ -1,0 +1,371 @@
+"""The Gluon kernel for one query token, over a cache of 16 bits or of e4m3. On the CPU: which calls it takes, how it
+cuts the work, and that it compiles. On a GPU: against the oracle.
+
+A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tkernels.attention import sm90_cases, sm90_checks
+from tests.tkernels.attention.cases import Case, check, make_case
+from tests.tkernels.attention.sm90_cases import call, check_workspace, compile_offline, launches_chosen, launches_of
+from tests.tkernels.attention.test_batches import checked
+from tests.tkernels.attention.test_values import attend
+from tests.tkernels.captured import captured
+from tkernels import _dependent
+from tkernels.attention import decode_one_sm90, decode_sm90, paged
+
+FP8 = torch.float8_e4m3fn
+SHAPE: dict[str, Any] = sm90_cases.SHAPE
+gpu = pytest.mark.gpu
+caches = pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=["bf16", "e4m3"])
+
+
+# ---- which calls it takes
+
+
+def fp8_call(dim: int = 128, page_size: int = 16, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> Any:
+    cache = torch.zeros((4, page_size, 2, dim), dtype=FP8)
+    q = torch.zeros((32, heads, dim), dtype=dtype)
+    return call(**{"q": q, "k_cache": cache, "v_cache": cache.clone(), "dim": dim, "page_size": page_size, "dtype": dtype, **keywords})
+
+
+@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.parametrize(
+    ("inputs", "word"),
+    [
+        (lambda: fp8_call(dim=32), "head dimension 32: expected 33 to 128"),
+        (lambda: fp8_call(dim=256), "head dimension 256"),
+        (lambda: fp8_call(page_size=8), "page size 8"),
+        (lambda: fp8_call(dtype=torch.float32), "float32 queries on a torch.float8_e4m3fn cache: expected float16 or bfloat16 on"),
+        (lambda: call(dim=128, dtype=torch.float32), "float32 queries on a torch.float32 cache: expected float16 or bfloat16 for both"),
+        (lambda: call(dim=136), "head dimension 136"),
+        (lambda: call(q=torch.zeros((32, 34, 128), dtype=torch.bfloat16), dim=128), "34 heads on 2 KV heads"),
+        (lambda: fp8_call(heads=34), "34 heads on 2 KV heads: expected at most 16 for each"),
+        (lambda: fp8_call(dim=72), r"k_cache: strides \[2304, 144, 72, 1\]"),
+    ],
+)
+def test_refused_calls_say_why(inputs: Any, word: str) -> None:
+    problem = decode_one_sm90.refusal(inputs(), "sm_90")
+    assert problem is not None
+    assert re.search(word, problem), problem
+
+
+@pytest.mark.usefixtures("gluon_compiles")
+def test_taken_calls() -> None:
+    both = torch.zeros((4, 2, 16, 2, 128), dtype=FP8)
+    for x in (
+        fp8_call(), fp8_call(dtype=torch.float16), fp8_call(page_size=256), fp8_call(dim=80), fp8_call(heads=32), fp8_call(dim=64),
+        fp8_call(k_cache=both[:, 0], v_cache=both[:, 1]), fp8_call(window=5, softcap=5.0), fp8_call(k_scale=torch.ones(1)),
+        call(dim=128), call(dim=64, dtype=torch.float16), call(dim=72), call(q=torch.zeros((32, 32, 64), dtype=torch.bfloat16)),
+    ):  # fmt: skip
+        assert decode_one_sm90.refusal(x, "sm_90") is None
+        assert "sm_80" in str(decode_one_sm90.refusal(x, "sm_80"))
+    decode_sm90.enable(False)
+    try:
+        assert "switched off by tkernels.attention.decode_sm90" in str(decode_one_sm90.refusal(fp8_call(), "sm_90"))
+    finally:
+        decode_sm90.enable(True)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("queries", "bucket"), [([1, 1], 1), ([1, 1], 8), ([1, 8], 8), ([30, 1], 30)])
+@pytest.mark.parametrize(
+    ("cache", "heads", "several", "prompts"),
+    [
+        (FP8, 8, "decode 2 to 8", "prefill"),
+        (torch.bfloat16, 8, "decode_sm90", "prefill_sm90"),
+        (torch.float16, 32, "decode 2 to 8", "prefill_sm90"),
+    ],
+)
+def test_one_kernel_for_a_sequence_of_one_token_in_every_bucket(queries, bucket, cache, heads, several, prompts, monkeypatch) -> None:
+    """And one alone that zeroes the rows of no sequence: decode.py does where it takes one token."""
+    kernels = [("decode_one_sm90", _dependent.ALONE)]
+    if bucket > 1:
+        kernels = [(several, _dependent.FIRST), ("decode_one_sm90", _dependent.BESIDE)]
+    if bucket > 8:
+        kernels.append((prompts, _dependent.BESIDE if prompts == "prefill_sm90" else _dependent.ALONE))
+    case = make_case([40, 40], queries, **SHAPE | {"device": "cpu", "dtype": cache, "heads": heads})
+    assert launches_chosen(case, bucket, monkeypatch) == kernels
+
+
+@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.parametrize("seqs", [1, 16, 8192])
+@pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(32, 8, 4), (64, 8, 8), (8, 1, 33), (16, 1, 66)])
+@caches
+def test_the_workspace_is_bounded_by_the_device(cache, heads: int, kv_heads: int, mib: int, seqs: int) -> None:
+    """Beside the states: whatever the number of sequences."""
+    case = make_case([2], [1], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "device": "cpu", "dtype": cache})
+    check_workspace(decode_one_sm90, case, seqs, mib)
+
+
+# ---- how the work is cut
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The functions of shared.py on tensors: (blocks and blocks a leaf of each length, begins of the ranges)."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    from tkernels.attention._decode_sm90 import shared
+
+    def lifted(function: Any) -> Any:
+        return lambda *arguments: function(*map(torch.as_tensor, arguments))
+
+    names = {name: lifted(getattr(torch, name)) for name in ("maximum", "minimum", "where")}
+    monkeypatch.setattr(shared, "gl", SimpleNamespace(int32=torch.int32, **names))
+
+    def found(lens: list[int], constant: dict[str, Any], window: int = 0) -> tuple[list[int], list[int], list[int]]:
+        n = torch.tensor(lens)
+        _first, blocks, leaf = shared.plan.fn(n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"])
+        ranges = shared.make_ranges.fn(blocks.sum(), constant["PROGRAMS"])
+        begins = [int(shared.range_begin.fn(ranges, j)) for j in range(constant["PROGRAMS"] + 1)]
+        return blocks.tolist(), leaf.tolist(), begins
+
+    return found
+
+
+def taken_blocks(blocks: list[int], leaf: list[int], begins: list[int]) -> list[int]:
+    """Of each range, its ends moved up to the next end of a leaf as the scheduler does; no leaf is left out, cut, or taken twice."""
+    taken, leaves = [0] * (len(begins) - 1), []
+    for j, (x, stop) in enumerate(itertools.pairwise(begins)):
+        base = 0
+        for s, (share, size) in enumerate(zip(blocks, leaf, strict=True)):
+            if x < base + share and stop > base:
+                begin = min(-(-max(x - base, 0) // size) * size, share)
+                end = min(-(-(stop - base) // size) * size, share)
+                leaves += [(s, block) for block in range(begin, end, size)]
+                taken[j] += max(end - begin, 0)
+            base += share
+    assert leaves == [(s, block) for s, (share, size) in enumerate(zip(blocks, leaf, strict=True)) for block in range(0, share, size)]
+    return taken
+
+
+@pytest.mark.usefixtures("gluon_compiles")
+@caches
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (32, 32)])
+def test_leaves_are_taken_once_and_evenly(cut, cache, dim, heads, kv_heads) -> None:
+    case = make_case([2], [1], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "dim": dim, "device": "cpu", "dtype": cache})
+    constant = decode_one_sm90.constants(checked(case), False, 132)
+    block, leaves = constant["BLOCK_N"], constant["LEAVES"]
+    for length in (0, 1, block, block + 1, 4 * block, 4 * block + 1, 1000, 1024, 1025, 8191, 8192, 8193, 50000, 131072):
+        blocks, leaf, begins = cut([length], constant)
+        assert max(taken_blocks(blocks, leaf, begins)) <= max(leaf[0], begins[1] + leaf[0] - 1)
+        assert -(-blocks[0] // leaf[0]) <= leaves, "the workspace has as many slots"
+        assert blocks[0] > constant["UNCUT"] or leaf[0] == blocks[0] or constant["UNCUT"] == 1
+    for lens in ([1024] * 128, [8192] * 3, [4096] * 32, [0, 5, 8193, 300, 0, 131072, 64], [n % 1500 for n in range(0, 150000, 777)]):
+        blocks, leaf, begins = cut(lens, constant)
+        assert max(taken_blocks(blocks, leaf, begins)) <= begins[1] + max(leaf)
+    blocks, leaf, begins = cut([131072, 40], constant, 1024)
+    assert blocks == [-(-1024 // block), 1]
+    taken_blocks(blocks, leaf, begins)
+
+
+# ---- that it compiles
+
+
+def verify_compiled(cases: list[dict[str, Any]]) -> None:
+    for case, facts in zip(cases, compile_offline([{"kernel": "decode_one"} | case for case in cases]), strict=True):
+        assert facts["spills"] == 0, (case, facts)
+        assert facts["ahead"] == facts["descriptors"] and len(facts["ahead"]) == 3, (case, facts)  # by their numbers in PTX
+        dim, columns, fp8 = case.get("dim", 128), 16 if case.get("heads") == 128 else 8, case.get("fp8", False)
+        layout = decode_one_sm90.layout_of(dim, 1 if fp8 else 2)
+        assert facts["registers"] <= 65536 // 256 // layout.programs_per_sm, (case, facts)  # of the 256 threads of each
+        assert layout.programs_per_sm * (facts["shared"] + 1024) <= 228 << 10, (case, facts)
+        # of a block with and of one without masks; of each, both products
+        assert facts["mma"] == 4 * (layout.block_n // layout.warps // 16) * (dim // 16) * (columns // 8), (case, facts)
+
+
+def test_compiles_for_sm_90() -> None:
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"pdl": 1, "fp8": True}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_specialisation_compiles(fp8: bool) -> None:
+    everything = {"window": 100, "softcap": 30.0, "sinks": True, "lse": True, "scales": True}
+    cases: list[dict[str, Any]] = (
+        [{"dim": dim, "page_size": page} for dim in (64, 128) for page in (16, 32, 64, 128, 256)]
+        + [{"dim": dim, "dtype": "float16"} | everything for dim in (64, 128)]
+        + [{"heads": 128, "dim": dim} | features for dim in (64, 128) for features in ({}, everything)]
+        + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4}]
+    )
+    verify_compiled([case | {"fp8": fp8} for case in cases])
+
+
+# ---- against the oracle, on a GPU
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch, in_time: None) -> Iterator[list[Any]]:
+    """Launches of the kernel, which the op must choose."""
+    yield from launches_of(decode_one_sm90, monkeypatch)
+
+
+def case_of(lens: list[int], query_lens: list[int] | None = None, cache: torch.dtype = torch.bfloat16, **keywords: Any) -> Case:
+    return make_case(lens, query_lens or [1] * len(lens), **{**SHAPE, "dtype": cache, **keywords})
+
+
+def verify(*arguments: Any, **keywords: Any) -> Case:
+    case = case_of(*arguments, **keywords)
+    check(case, *attend(case))
+    return case
+
+
+RAGGED = [1000, 33, 0, 700, 129, 5000, 300, 12, 8, 2, 2049]
+
+
+@gpu
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 2047, 2048, 2049, 8191, 8192, 8193, 20000])
+@caches
+def test_lengths(taken, cache, length):
+    verify([length], cache=cache, q_dtype=torch.bfloat16)
+    verify([length] * 3, cache=cache)
+
+
+@gpu
+@pytest.mark.parametrize("keywords", [{}, {"window": 2}, {"causal": False}], ids=str)
+@caches
+def test_odd_sequences(taken, cache, keywords):
+    """Empty ones, ones of no query token, lengths beyond the table, rows of no sequence, and no sequence that is the kernel's."""
+    case = case_of([304, 304, 0, 3, 1, 0], [1, 1, 1, 0, 1, 0], extra_rows=2, sinks=torch.randn(8, device="cuda"), cache=cache, **keywords)
+    expected = attend(case)
+    check(case, *expected)
+    case.seq_lens[:2] = 1 << 30  # the table has pages for 304
+    assert all(map(torch.equal, attend(case), expected))
+    verify([0, 0, 0], cache=cache, **keywords)
+    verify([300, 40, 0], [3, 8, 2], extra_rows=3, max_query_len=8, cache=cache, **keywords)
+
+
+@gpu
+@pytest.mark.parametrize(("cache", "queries"), [(FP8, torch.float16), (FP8, torch.bfloat16), (torch.float16,) * 2, (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages_and_dims(taken, dim, page_size, cache, queries):
+    verify(RAGGED, dim=dim, page_size=page_size, cache=cache, q_dtype=queries, extra_rows=3)
+
+
+@gpu
+@pytest.mark.parametrize("dim", [48, 80, 96, 112])
+@caches
+def test_head_dimensions_between(taken, cache, dim):
+    """Columns that fill a block up to a power of two are neither read nor written."""
+    sm90_checks.check_inside_a_wider_out(verify(RAGGED, dim=dim, cache=cache, extra_rows=3, sinks=torch.randn(8, device="cuda")))
+
+
+@gpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (6, 2), (3, 3), (7, 1), (16, 2), (10, 1), (16, 1), (300, 300)])
+@caches
+def test_group_ratios(taken, cache, heads, kv_heads):
+    """300 KV heads: more than there are programs."""
+    verify(RAGGED if kv_heads < 300 else [300, 0, 33, 129], cache=cache, heads=heads, kv_heads=kv_heads)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"causal": False}, {"sinks": True}, {"k_scale": 0.5, "v_scale": 3.0}, {"k_scale": "device", "v_scale": "device"},
+        {"window": 1}, {"window": 100}, {"window": 129, "sinks": True}, {"window": 6000},
+        {"softcap": 5.0}, {"softcap": 5.0, "window": 100, "sinks": True, "k_scale": "device"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dim", [64, 128])
+@caches
+def test_features(taken, cache, dim, keywords):
+    verify(RAGGED, dim=dim, cache=cache, extra_rows=3, **sm90_checks.on_device(keywords))
+
+
+@gpu
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e4, 1e30])
+def test_queries_of_any_size(taken, size):
+    """Products are in fp16, which such a q does not fit."""
+    case = case_of(RAGGED, cache=FP8, q_dtype=torch.bfloat16)
+    case.q = (case.q.float() * size).bfloat16()
+    case.keywords["scale"] = 0.088 / max(size, 1e-6)
+    check(case, *attend(case))
+
+
+@gpu
+@caches
+def test_beside_queries_of_other_kinds(taken, cache):
+    verify([1000, 300, 700, 2000, 64], [1, 300, 8, 1, 2], extra_rows=3, cache=cache)
+
+
+@gpu
+@pytest.mark.parametrize("freed", ["gone", "reused"])
+@pytest.mark.parametrize("window", [1, 40, 300])
+@caches
+def test_pages_before_the_window_belong_to_others(taken, cache, window, freed):
+    sm90_checks.check_pages_before_the_window(case_of([700, 1500, 129], window=window, cache=cache), freed)
+
+
+@gpu
+@pytest.mark.parametrize("value", [-(1 << 30), -1, 1 << 30], ids=hex)
+@caches
+def test_shared_memory_that_another_kernel_left(taken, cache, value):
+    cases = [case_of(lens, heads=heads, kv_heads=1, cache=cache) for lens, heads in (([128], 1), ([200, 300], 8), ([3000, 300, 0], 8))]
+    sm90_checks.check_after_filling_shared_memory(value, cases)
+
+
+@gpu
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@caches
+def test_more_sequences_than_the_scheduler_searches_at_once(taken, cache, kv_heads):
+    lens = [int(2.0 ** (11 * x)) for x in torch.rand(400).tolist()]
+    query_lens = [1 + (i % 3 == 0) for i in range(400)]
+    lens[7] = query_lens[7] = 0
+    verify(lens, query_lens, kv_heads=kv_heads, extra_rows=5, cache=cache)
+
+
+@gpu
+@pytest.mark.parametrize(("dim", "heads"), [(64, 8), (128, 8), (128, 32)])
+@caches
+def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, cache, dim, heads):
+    lens = [1000, 300, 9000, 129, 2000, 64, 200, 4097]
+    case = case_of(lens, [1, 8, 1, 1, 2, 1, 1, 1], dim=dim, heads=heads, cache=cache)
+    out, lse = sm90_checks.check_bits_alone(case, 8, 200)
+    padded = Case(
+        torch.cat((case.q, torch.full_like(case.q, float("nan")))), case.k_cache, case.v_cache,
+        torch.cat((case.block_table, torch.full_like(case.block_table, -1))), torch.cat((case.seq_lens, torch.zeros_like(case.seq_lens))),
+        torch.cat((case.cu_seqlens_q, case.cu_seqlens_q[-1:].expand(len(lens)))), case.keywords,
+    )  # fmt: skip
+    padded_out, padded_lse = attend(padded)
+    assert torch.equal(padded_out[: len(out)], out) and torch.equal(padded_lse[: len(out)], lse)
+    assert (padded_out[len(out) :] == 0).all() and torch.isneginf(padded_lse[len(out) :]).all()
+
+
+@gpu
+@caches
+def test_a_thousand_runs_beside_other_work(taken, cache):
+    sm90_checks.check_a_thousand_runs_beside_other_work(case_of([int(n) for n in torch.randint(8, 6000, (40,))], cache=cache))
+
+
+@gpu
+@caches
+def test_dependent_launch_has_the_same_bits(taken, cache):
+    sm90_checks.check_dependent_launches(case_of([1000, 33, 300, 12, 5000], cache=cache))
+
+
+@gpu
+@caches
+def test_one_graph_serves_every_length(taken, cache):
+    """Lengths are read on the device: a graph captured at one serves 0 to the table's end."""
+    case = case_of([8193, 8193, 8193], cache=cache)
+    out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device="cuda")
+    graph, _ = captured(lambda: paged.paged_attention_out(*case.tensors, **case.keywords, out=out, lse=lse))
+    for lens in ([1, 0, 8193], [128, 129, 0], [8192, 17, 2048]):
+        case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        check(case, out, lse)

@@ -1,0 +1,107 @@
+"""The states of the warps of a leaf, each of its own keys, as one."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tkernels.attention._decode_sm90.fp8_operands import bits
+
+
+@gluon.constexpr_function
+def row_layouts(N, D, WARPS):
+    """Of the state of all warps: (accumulators of every second head [warps, N / 2, D], m and l [warps, N], their sum [N, D]).
+
+    A thread has the same element of all warps; lanes run along D, four elements each, then along heads, and so do warps."""
+    w = bits(WARPS)
+    free = [("d", i) for i in range(2, bits(D))] + [("n", i) for i in range(bits(N // 2))]
+    lanes = (free[:5] + [None] * 5)[:5]
+    warps = (free[5 : 5 + w] + [None] * w)[:w]
+    rest = free[5 + w :]
+
+    def half(x):
+        return [0, 0, 0] if x is None else [0, 0, 1 << x[1]] if x[0] == "d" else [0, 1 << x[1], 0]
+
+    def narrow(x):
+        return [0, 2 << x[1]] if x is not None and x[0] == "n" else [0, 0]
+
+    def whole(x):
+        return [0, 0] if x is None else [0, 1 << x[1]] if x[0] == "d" else [2 << x[1], 0]
+
+    sources = [1 << i for i in range(w)]
+    layout_half = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2]] + [[i, 0, 0] for i in sources] + [half(x) for x in rest],
+        [half(x) for x in lanes], [half(x) for x in warps], [], [WARPS, N // 2, D],
+    )  # fmt: skip
+    layout_narrow = gl.DistributedLinearLayout(
+        [[i, 0] for i in sources] + [[0, 1]] + [narrow(x) for x in rest if x[0] == "n"],
+        [narrow(x) for x in lanes], [narrow(x) for x in warps], [], [WARPS, N],
+    )  # fmt: skip
+    layout_whole = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0]] + [whole(x) for x in rest], [whole(x) for x in lanes], [whole(x) for x in warps], [], [N, D]
+    )
+    return layout_half, layout_narrow, layout_whole
+
+
+@gluon.jit
+def merge_warps(m, l, acc, scratch):
+    """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order."""
+    WARPS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    layouts: gl.constexpr = row_layouts(N, D, WARPS)
+    half: gl.constexpr = layouts[0]
+    narrow: gl.constexpr = layouts[1]
+    whole: gl.constexpr = layouts[2]
+    rows: gl.constexpr = gl.SliceLayout(1, whole)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    ml = gl.join(m, l)
+    m, l = gl.split(gl.convert_layout(ml, _join_layout(narrow)))
+    m = gl.convert_layout(m, narrow, assert_trivial=True)
+    l = gl.convert_layout(l, narrow, assert_trivial=True)
+    m_new = gl.max(m, 0)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = gl.exp2(m - base[None, :])
+    l = gl.sum(l * factor, 0)
+    even, odd = gl.split(factor.reshape([WARPS, N // 2, 2]))
+    a, b = gl.split(acc.reshape([WARPS, D, N // 2, 2]))
+    a = _sum_warps(a, even, scratch, half)
+    b = _sum_warps(b, odd, scratch, half)
+    acc = gl.join(a, b).permute([0, 2, 1]).reshape([N, D])
+    acc = gl.convert_layout(acc, whole, assert_trivial=True)
+    return gl.convert_layout(m_new, rows), gl.convert_layout(l, rows), acc
+
+
+@gluon.constexpr_function
+def _join_layout(layout):
+    """[a, b, 2] whose last axis lies in a thread, from [a, b]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1]] + [[*x, 0] for x in layout.reg_bases], [[*x, 0] for x in layout.lane_bases], [[*x, 0] for x in layout.warp_bases], [],
+        [*layout.shape, 2],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _flat(layout):
+    """[a · b, c] from [a, b, c]."""
+
+    def flat(bases):
+        return [[x[0] * layout.shape[1] + x[1], x[2]] for x in bases]
+
+    return gl.DistributedLinearLayout(
+        flat(layout.reg_bases), flat(layout.lane_bases), flat(layout.warp_bases), [], [layout.shape[0] * layout.shape[1], layout.shape[2]]
+    )
+
+
+@gluon.jit
+def _sum_warps(acc, factor, scratch, half: gl.constexpr):
+    """Accumulators of half of the heads [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
+    WARPS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    acc = acc.reshape([WARPS, D // 16, 2, 8, N]).permute([0, 4, 3, 1, 2]).reshape([WARPS * N, D])
+    scratch.store(acc)
+    acc = scratch.load(_flat(half)).reshape([WARPS, N, D])
+    acc = gl.convert_layout(acc, half, assert_trivial=True)
+    factor = gl.convert_layout(factor, gl.SliceLayout(2, half), assert_trivial=True)
+    return gl.sum(acc * factor[:, :, None], 0)
