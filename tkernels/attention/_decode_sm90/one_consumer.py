@@ -18,7 +18,7 @@ from tkernels.attention._decode_sm90.fp8_operands import load_k, load_q, load_v,
 from tkernels.attention._decode_sm90.loader import prefetch_tables
 from tkernels.attention._decode_sm90.shared import ONE_FIRST_BARRIER, Q_STAGES, read_segment
 from tkernels.attention._decode_sm90.warps import merge_warps, row_layouts
-from tkernels.attention._decode_sm90.wide_operands import load_k16, load_q16, load_v16
+from tkernels.attention._decode_sm90.wide_operands import first_product, load_k16, load_q16, load_v16
 from tkernels.attention._sm90_gluon import cap, wait_work
 
 
@@ -48,12 +48,16 @@ def _block(
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = k_block.dtype == q.dtype
     mbarrier.wait(k_full, k_phase)
+    zeros = gl.zeros([WARPS, KEYS, N], gl.float32, mma)
     if WIDE:
-        k = load_k16(k_block, mma, D, KEYS)
+        s = first_product(load_k16(k_block, mma, D, KEYS), q, zeros)
+        _give_back(k_number, HANDSHAKE)
+        mbarrier.wait(v_full, v_phase)  # V lies in registers before it is wanted
+        v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
+        _give_back(v_number, HANDSHAKE)
     else:
-        k = load_k(k_block, mma, D, KEYS)
-    s = mma_v2(k, q, gl.zeros([WARPS, KEYS, N], gl.float32, mma))
-    _give_back(k_number, HANDSHAKE)
+        s = mma_v2(load_k(k_block, mma, D, KEYS), q, zeros)
+        _give_back(k_number, HANDSHAKE)
     factor = scale[None, :] + gl.zeros_like(m)
     if HAS_SOFTCAP:
         s = cap(s, factor[:, None, :], softcap)
@@ -78,13 +82,12 @@ def _block(
     l = l * gl.convert_layout(before, gl.SliceLayout(1, l.type.layout))[:, None, :] + gl.convert_layout(part, l.type.layout)
     p = transpose(p.to(q.dtype), mma)
     acc = acc * before[:, None, :]
-    mbarrier.wait(v_full, v_phase)
     if WIDE:
-        v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
+        acc = mma_v2(v, p, acc)
     else:
-        v = load_v(v_block, begin, end, mma, D, KEYS, MASKED)
-    acc = mma_v2(v, p, acc)
-    _give_back(v_number, HANDSHAKE)
+        mbarrier.wait(v_full, v_phase)
+        acc = mma_v2(load_v(v_block, begin, end, mma, D, KEYS, MASKED), p, acc)
+        _give_back(v_number, HANDSHAKE)
     return m_new, l, acc
 
 
