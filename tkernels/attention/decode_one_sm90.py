@@ -24,8 +24,9 @@ from tkernels.attention import _sm90
 from tkernels.attention._common import FP8, LOG2_E
 from tkernels.attention._inputs import Inputs
 
-_GROUP = 16  # heads of a group at most: columns of two products
-_DIMS = (33, 128)
+_GROUP = 16  # heads of a group at most: columns of two products; half as many of more than 128 dimensions, or they do not fit
+_DIMS = (33, 256)
+_DIMS_FP8 = (33, 128)
 _LEAVES = 64  # of a sequence at most
 
 
@@ -49,13 +50,17 @@ class Layout(NamedTuple):
 
 
 _LAYOUTS = {  # by bytes of an element and head dimension
-    (1, 64): Layout(128, 4, 4, 4, 2), (1, 128): Layout(128, 4, 4, 4, 1),
-    (2, 64): Layout(64, 4, 5, 5, 2, uncut=4), (2, 128): Layout(64, 4, 5, 5, 1, uncut=4),
-}  # fmt: skip
+    (1, 64): Layout(128, 4, 4, 4, 2),
+    (1, 128): Layout(128, 4, 4, 4, 1),
+    (2, 64): Layout(64, 4, 5, 5, 2, uncut=4),
+    (2, 128): Layout(64, 4, 5, 5, 1, uncut=4),
+    (2, 256): Layout(64, 4, 3, 3, 1, uncut=4),
+}
 
 
 def layout_of(dim: int, itemsize: int) -> Layout:
-    """dim: 64 or 128. itemsize: of the cache. Part of the arithmetic, but for the stages, so of nothing that a batch changes."""
+    """dim: 64, 128, or 256 of a cache of 16 bits. itemsize: of the cache. All but the stages is part of the arithmetic, so it depends on
+    nothing that a batch changes."""
     return _LAYOUTS[itemsize, dim]
 
 
@@ -65,9 +70,11 @@ def refusal(x: Inputs, arch: str) -> str | None:
     Depends on the device, the model's shape, strides, alignment and features alone, never on lengths, the bucket of query lengths or the
     batch, so that a sequence gets the same bits in every batch. arch: as in tkernels._target.
     """
-    problem = _sm90.refusal("decode", x, arch, _DIMS, cache=FP8 if x.k_cache.dtype == FP8 else None)
-    if problem is None and x.heads > _GROUP * x.kv_heads:
-        return f"{x.heads} heads on {x.kv_heads} KV heads: expected at most {_GROUP} for each"
+    fp8 = x.k_cache.dtype == FP8
+    problem = _sm90.refusal("decode", x, arch, _DIMS_FP8 if fp8 else _DIMS, cache=FP8 if fp8 else None)
+    most = _GROUP if x.dim <= 128 else _GROUP // 2
+    if problem is None and x.heads > most * x.kv_heads:
+        return f"{x.heads} heads on {x.kv_heads} KV heads: expected at most {most} for each"
     return problem
 
 

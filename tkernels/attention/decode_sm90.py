@@ -6,7 +6,7 @@ takes that many columns. For one query token decode.py is as fast or faster, so 
 computes a sequence depends on its own query length alone.
 
 Again a tree fixed by a sequence's own length, over equal ranges that are cut between its leaves (decode.py), with two levels: blocks of
-128 keys are folded into leaves (1, 2, 4, … blocks), leaves into the row. There are leaves enough for one sequence to take all programs of
+128 keys are folded into leaves (as many blocks each), leaves into the row. There are leaves enough for one sequence to take all programs of
 a KV head, or 64 of them. Workspace: a slot per leaf of each cut sequence, at most one of which begins in a range. With heads of 128, 8 of
 them on each KV head and 132 multiprocessors: at most 64 MiB for 8 KV heads, and 264 MiB for one, which takes 132 sequences or more.
 """

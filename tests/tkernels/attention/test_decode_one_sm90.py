@@ -22,6 +22,7 @@ from tests.tkernels.attention.test_batches import checked
 from tests.tkernels.attention.test_values import attend
 from tests.tkernels.captured import captured
 from tkernels import _dependent
+from tkernels._triton import next_power_of_2
 from tkernels.attention import decode_one_sm90, decode_sm90, paged
 
 FP8 = torch.float8_e4m3fn
@@ -48,7 +49,8 @@ def fp8_call(dim: int = 128, page_size: int = 16, heads: int = 4, dtype: torch.d
         (lambda: fp8_call(page_size=8), "page size 8"),
         (lambda: fp8_call(dtype=torch.float32), "float32 queries on a torch.float8_e4m3fn cache: expected float16 or bfloat16 on"),
         (lambda: call(dim=128, dtype=torch.float32), "float32 queries on a torch.float32 cache: expected float16 or bfloat16 for both"),
-        (lambda: call(dim=136), "head dimension 136"),
+        (lambda: call(dim=32), "head dimension 32: expected 33 to 256"),
+        (lambda: call(q=torch.zeros((32, 18, 256), dtype=torch.bfloat16), dim=256), "18 heads on 2 KV heads: expected at most 8"),
         (lambda: call(q=torch.zeros((32, 34, 128), dtype=torch.bfloat16), dim=128), "34 heads on 2 KV heads"),
         (lambda: fp8_call(heads=34), "34 heads on 2 KV heads: expected at most 16 for each"),
         (lambda: fp8_call(dim=72), r"k_cache: strides \[2304, 144, 72, 1\]"),
@@ -66,7 +68,8 @@ def test_taken_calls() -> None:
     for x in (
         fp8_call(), fp8_call(dtype=torch.float16), fp8_call(page_size=256), fp8_call(dim=80), fp8_call(heads=32), fp8_call(dim=64),
         fp8_call(k_cache=both[:, 0], v_cache=both[:, 1]), fp8_call(window=5, softcap=5.0), fp8_call(k_scale=torch.ones(1)),
-        call(dim=128), call(dim=64, dtype=torch.float16), call(dim=72), call(q=torch.zeros((32, 32, 64), dtype=torch.bfloat16)),
+        call(dim=128), call(dim=64, dtype=torch.float16), call(dim=72), call(dim=192),
+        call(q=torch.zeros((32, 32, 64), dtype=torch.bfloat16)),
     ):  # fmt: skip
         assert decode_one_sm90.refusal(x, "sm_90") is None
         assert "sm_80" in str(decode_one_sm90.refusal(x, "sm_80"))
@@ -177,7 +180,7 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline([{"kernel": "decode_one"} | case for case in cases]), strict=True):
         assert facts["spills"] == 0, (case, facts)
         assert facts["ahead"] == facts["descriptors"] and len(facts["ahead"]) == 3, (case, facts)  # by their numbers in PTX
-        dim, columns, fp8 = case.get("dim", 128), 16 if case.get("heads") == 128 else 8, case.get("fp8", False)
+        dim, columns, fp8 = next_power_of_2(case.get("dim", 128)), 16 if case.get("heads") == 128 else 8, case.get("fp8", False)
         layout = decode_one_sm90.layout_of(dim, 1 if fp8 else 2)
         assert facts["registers"] <= 65536 // 256 // layout.programs_per_sm, (case, facts)  # of the 256 threads of each
         assert layout.programs_per_sm * (facts["shared"] + 1024) <= 228 << 10, (case, facts)
@@ -186,7 +189,7 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90() -> None:
-    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"pdl": 1, "fp8": True}])
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"dim": 256}, {"pdl": 1, "fp8": True}])
 
 
 @pytest.mark.slow
@@ -198,6 +201,7 @@ def test_every_specialisation_compiles(fp8: bool) -> None:
         + [{"dim": dim, "dtype": "float16"} | everything for dim in (64, 128)]
         + [{"heads": 128, "dim": dim} | features for dim in (64, 128) for features in ({}, everything)]
         + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4}]
+        + ([] if fp8 else [{"dim": 256, "heads": 64} | everything, {"dim": 192, "page_size": 64}])
     )
     verify_compiled([case | {"fp8": fp8} for case in cases])
 
@@ -247,16 +251,20 @@ def test_odd_sequences(taken, cache, keywords):
 
 
 @gpu
-@pytest.mark.parametrize(("cache", "queries"), [(FP8, torch.float16), (FP8, torch.bfloat16), (torch.float16,) * 2, (torch.bfloat16,) * 2])
+@pytest.mark.parametrize(
+    ("dim", "cache", "queries"),
+    [(dim, *types) for dim in (64, 128) for types in ((FP8, torch.float16), (FP8, torch.bfloat16))]
+    + [(dim, dtype, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, torch.bfloat16)],
+)
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dim", [64, 128])
 def test_pages_and_dims(taken, dim, page_size, cache, queries):
     verify(RAGGED, dim=dim, page_size=page_size, cache=cache, q_dtype=queries, extra_rows=3)
 
 
 @gpu
-@pytest.mark.parametrize("dim", [48, 80, 96, 112])
-@caches
+@pytest.mark.parametrize(
+    ("dim", "cache"), [(dim, cache) for dim in (48, 80, 96, 112) for cache in (torch.bfloat16, FP8)] + [(192, torch.bfloat16)]
+)
 def test_head_dimensions_between(taken, cache, dim):
     """Columns that fill a block up to a power of two are neither read nor written."""
     sm90_checks.check_inside_a_wider_out(verify(RAGGED, dim=dim, cache=cache, extra_rows=3, sinks=torch.randn(8, device="cuda")))

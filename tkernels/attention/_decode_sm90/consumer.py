@@ -106,7 +106,7 @@ def _fold(
 
     FOLD_ROWS rows at a time, and none past the last query: one program reads what many have left, as fast as its loads come back.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, max(4, DIM // 32)], [max(128 // DIM, 1), min(DIM // 4, 32)], [gl.num_warps(), 1], [1, 0])
     UNROLL: gl.constexpr = 16  # leaves that are on their way, in 128 registers a thread
     ROWS_AT_ONCE: gl.constexpr = min(FOLD_ROWS, SLOT_ROWS)
     last = gl.minimum(query_len * GROUP_ROWS, SLOT_ROWS)
