@@ -181,7 +181,7 @@ def one_consumer(
                 left -= 1
                 done = begin + block - first + 1
                 if (left == 0) | (done == share):
-                    m2, l2, acc2 = merge_warps(m1, l1, acc1, scratch)
+                    m2, l2, acc2 = merge_warps(m1, l1, acc1, scratch, WIDE)
                     if is_cut:
                         leave(part_ptr, state_ptr, slot0 + at_leaf * SLOT_ROWS, m2, l2, acc2, row < GROUP)
                     else:

@@ -44,7 +44,7 @@ def row_layouts(N, D, WARPS):
 
 
 @gluon.jit
-def merge_warps(m, l, acc, scratch):
+def merge_warps(m, l, acc, scratch, WIDE: gl.constexpr):
     """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order."""
     WARPS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
@@ -65,8 +65,8 @@ def merge_warps(m, l, acc, scratch):
     l = gl.sum(l * factor, 0)
     even, odd = gl.split(factor.reshape([WARPS, N // 2, 2]))
     a, b = gl.split(acc.reshape([WARPS, D, N // 2, 2]))
-    a = _sum_warps(a, even, scratch, half)
-    b = _sum_warps(b, odd, scratch, half)
+    a = _sum_warps(a, even, scratch, half, WIDE)
+    b = _sum_warps(b, odd, scratch, half, WIDE)
     acc = gl.join(a, b).permute([0, 2, 1]).reshape([N, D])
     acc = gl.convert_layout(acc, whole, assert_trivial=True)
     return gl.convert_layout(m_new, rows), gl.convert_layout(l, rows), acc
@@ -94,13 +94,16 @@ def _flat(layout):
 
 
 @gluon.jit
-def _sum_warps(acc, factor, scratch, half: gl.constexpr):
+def _sum_warps(acc, factor, scratch, half: gl.constexpr, WIDE: gl.constexpr):
     """Accumulators of half of the heads [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
     WARPS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
     N: gl.constexpr = acc.shape[2]
-    acc = acc.reshape([WARPS, D // 16, 2, 8, N]).permute([0, 4, 3, 1, 2]).reshape([WARPS * N, D])
-    scratch.store(acc)
+    if WIDE:
+        acc = acc.permute([0, 2, 1])
+    else:  # as the words of V lie in its operand
+        acc = acc.reshape([WARPS, D // 16, 2, 8, N]).permute([0, 4, 3, 1, 2])
+    scratch.store(acc.reshape([WARPS * N, D]))
     acc = scratch.load(_flat(half)).reshape([WARPS, N, D])
     acc = gl.convert_layout(acc, half, assert_trivial=True)
     factor = gl.convert_layout(factor, gl.SliceLayout(2, half), assert_trivial=True)
