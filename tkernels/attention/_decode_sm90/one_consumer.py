@@ -24,15 +24,24 @@ from tkernels.attention._sm90_gluon import cap, wait_work
 
 @gluon.constexpr_function
 def _arrive(threads):
-    return f"bar.arrive $1, {threads}; mov.u32 $0, $1;"
+    return f"{{ .reg .b32 n; clz.b32 n, $2; shr.u32 n, n, 6; add.u32 n, n, $1; bar.arrive n, {threads}; mov.u32 $0, n; }}"
 
 
 @gluon.jit
-def _give_back(number, THREADS: gl.constexpr):
-    """bar.arrive at a named barrier; what was read from shared memory before stays before it, for the compiler too."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    number = gl.full([32 * gl.num_warps()], 0, gl.int32, layout) + number
-    gl.inline_asm_elementwise(_arrive(THREADS), "=r,r,~{memory}", [number], gl.int32, is_pure=False, pack=1)
+def _give_back(number, x, THREADS: gl.constexpr):
+    """bar.arrive at a named barrier, once the products x [warps, rows, N] are there, and so has been read what they were made from.
+
+    A load that is still on its way does not hold the instruction up, and behind it TMA may write what the load is about to read. So the
+    barrier's number takes a bit from an element of each instruction's result, which is always 0: there are at most 32 leading zeros.
+    """
+    WARPS: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    N: gl.constexpr = x.shape[2]
+    x, _ = gl.split(x.reshape([WARPS, ROWS, N // 2, 2]))
+    x, _ = gl.split(x.reshape([WARPS, ROWS // 16, 2, 8, N // 2]).permute([0, 1, 3, 4, 2]))
+    x = gl.max(gl.max(x, 1).reshape([WARPS, 8, N // 8, 4]), 2).to(gl.int32, bitcast=True)
+    number = gl.zeros_like(x) + number
+    gl.inline_asm_elementwise(_arrive(THREADS), "=r,r,r,~{memory}", [number, x], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -51,13 +60,11 @@ def _block(
     zeros = gl.zeros([WARPS, KEYS, N], gl.float32, mma)
     if WIDE:
         s = first_product(load_k16(k_block, mma, D, KEYS), q, zeros)
-        _give_back(k_number, HANDSHAKE)
         mbarrier.wait(v_full, v_phase)  # V lies in registers before it is wanted
         v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
-        _give_back(v_number, HANDSHAKE)
     else:
         s = mma_v2(load_k(k_block, mma, D, KEYS), q, zeros)
-        _give_back(k_number, HANDSHAKE)
+    _give_back(k_number, s, HANDSHAKE)
     factor = scale[None, :] + gl.zeros_like(m)
     if HAS_SOFTCAP:
         s = cap(s, factor[:, None, :], softcap)
@@ -87,7 +94,7 @@ def _block(
     else:
         mbarrier.wait(v_full, v_phase)
         acc = mma_v2(load_v(v_block, begin, end, mma, D, KEYS, MASKED), p, acc)
-        _give_back(v_number, HANDSHAKE)
+    _give_back(v_number, acc, HANDSHAKE)
     return m_new, l, acc
 
 
