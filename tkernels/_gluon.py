@@ -34,19 +34,3 @@ def depart(PDL: gl.constexpr):
     """``depart`` of _dependent.py."""
     if PDL == 2:
         _control("wait")
-
-
-@gluon.constexpr_function
-def _prefetch_of(kernel, parameter):
-    return f"prefetch.param.tensormap [{kernel}_param_{parameter}]; mov.u32 $0, $1;"
-
-
-@gluon.jit
-def prefetch_descriptor(KERNEL: gl.constexpr, PARAMETER: gl.constexpr):
-    """Fetch a TMA descriptor, which lies in memory that no cache has seen, before the first copy would wait for it.
-
-    PARAMETER: its number in PTX, where a descriptor of n dimensions is followed by n sizes and n strides. Reads nothing that a kernel
-    before writes."""
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    zeros = gl.full([32 * gl.num_warps()], 0, gl.int32, threads)
-    gl.inline_asm_elementwise(_prefetch_of(KERNEL, PARAMETER), "=r,r", [zeros], gl.int32, is_pure=False, pack=1)

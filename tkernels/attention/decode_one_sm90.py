@@ -38,10 +38,8 @@ class Layout(NamedTuple):
     k_stages: int  # resident blocks
     v_stages: int
     programs_per_sm: int
-    leaves: int = 1  # of one sequence, for each program
+    leaves: int = 1  # of one sequence, for each multiprocessor that a KV head has
     uncut: int = 1  # blocks of a sequence that is too short to be shared by programs
-
-    ahead: int = 1
 
     @property
     def maxnreg(self) -> int | None:
@@ -50,18 +48,21 @@ class Layout(NamedTuple):
 
 
 _LAYOUTS = {  # by bytes of an element and head dimension
-    (1, 64): Layout(128, 4, 4, 4, 2),
+    (1, 64): Layout(128, 4, 4, 4, 2, leaves=2),
     (1, 128): Layout(128, 4, 4, 4, 1),
-    (2, 64): Layout(64, 4, 5, 5, 2, uncut=4),
-    (2, 128): Layout(64, 4, 5, 5, 1, uncut=4),
+    (2, 64): Layout(128, 4, 5, 5, 1, uncut=4),
+    (2, 128): Layout(128, 4, 3, 3, 1, uncut=4),
     (2, 256): Layout(64, 4, 3, 3, 1, uncut=4),
 }
+_MANY = 32  # sequences, padding included, from which on _LAYOUTS_OF_MANY hold: they end in more places, and two programs hide that
+_LAYOUTS_OF_MANY = {(2, 64): Layout(128, 4, 3, 3, 2, uncut=4)}
 
 
-def layout_of(dim: int, itemsize: int) -> Layout:
-    """dim: 64, 128, or 256 of a cache of 16 bits. itemsize: of the cache. All but the stages is part of the arithmetic, so it depends on
-    nothing that a batch changes."""
-    return _LAYOUTS[itemsize, dim]
+def layout_of(dim: int, itemsize: int, num_seqs: int = 1) -> Layout:
+    """dim: 64, 128, or 256 of a cache of 16 bits. itemsize: of the cache. All but stages and programs is part of the arithmetic, and the
+    same for all numbers of sequences. Measured on an H200."""
+    layout = _LAYOUTS[itemsize, dim]
+    return layout if num_seqs < _MANY else _LAYOUTS_OF_MANY.get((itemsize, dim), layout)
 
 
 def refusal(x: Inputs, arch: str) -> str | None:
@@ -83,15 +84,16 @@ def constants(x: Inputs, has_lse: bool, num_sms: int, layout: Layout | None = No
     dim = next_power_of_2(x.dim)
     group = x.heads // x.kv_heads
     columns = max(8, next_power_of_2(group))
-    layout = layout or layout_of(dim, x.k_cache.element_size())
+    layout = layout or layout_of(dim, x.k_cache.element_size(), x.num_seqs)
     programs = max(1, num_sms * layout.programs_per_sm // x.kv_heads)
     return dict(
         DTYPE=_sm90.element(x.q.dtype), CACHE_DTYPE=_sm90.element(x.k_cache.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns,
         SLOT_ROWS=next_power_of_2(group), HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
         BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
-        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * programs)), UNCUT=layout.uncut, BY_RANGE=x.num_seqs > programs,
+        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * num_sms // x.kv_heads)), UNCUT=layout.uncut,
+        BY_RANGE=x.num_seqs > programs,
         HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
-        HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse, AHEAD=layout.ahead,
+        HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,
     )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def decode_one_sm90(
     x = inputs
     target = target_of(out.device)
     constant = constants(x, lse is not None, target.num_sms, layout)
-    layout = layout or layout_of(constant["DIM"], x.k_cache.element_size())
+    layout = layout or layout_of(constant["DIM"], x.k_cache.element_size(), x.num_seqs)
     programs = constant["PROGRAMS"]
     owners = min(x.num_seqs, programs)
     grid = min(target.num_sms * layout.programs_per_sm, programs * x.kv_heads)

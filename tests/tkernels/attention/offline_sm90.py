@@ -3,8 +3,7 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
-"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "descriptors" (of TMA, parameters in PTX),
-"ahead" (those that are fetched ahead)} a case.
+"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin)} a case.
 """
 
 from __future__ import annotations
@@ -104,8 +103,6 @@ def compile_case(
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync.aligned"),
         "order": _order(ptx),
-        "descriptors": re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx),
-        "ahead": re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx),
     }
 
 

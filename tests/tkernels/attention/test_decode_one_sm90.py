@@ -179,9 +179,8 @@ def test_leaves_are_taken_once_and_evenly(cut, cache, dim, heads, kv_heads) -> N
 def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline([{"kernel": "decode_one"} | case for case in cases]), strict=True):
         assert facts["spills"] <= (128 if case.get("dim", 128) > 128 else 0), (case, facts)  # bytes
-        assert facts["ahead"] == facts["descriptors"] and len(facts["ahead"]) == 3, (case, facts)  # by their numbers in PTX
         dim, columns, fp8 = next_power_of_2(case.get("dim", 128)), 16 if case.get("heads") == 128 else 8, case.get("fp8", False)
-        layout = decode_one_sm90.layout_of(dim, 1 if fp8 else 2)
+        layout = decode_one_sm90.Layout(*case["layout"]) if "layout" in case else decode_one_sm90.layout_of(dim, 1 if fp8 else 2)
         assert facts["registers"] <= 65536 // 256 // layout.programs_per_sm, (case, facts)  # of the 256 threads of each
         assert layout.programs_per_sm * (facts["shared"] + 1024) <= 228 << 10, (case, facts)
         # of a block with and of one without masks; of each, both products
@@ -189,7 +188,16 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 
 
 def test_compiles_for_sm_90() -> None:
-    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"dim": 256}, {"pdl": 1, "fp8": True}])
+    many = list(decode_one_sm90.layout_of(64, 2, 64))
+    verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"dim": 64, "layout": many}, {"dim": 256}, {"pdl": 1, "fp8": True}])
+
+
+def test_layouts_of_many_sequences_have_the_arithmetic_of_few() -> None:
+    for (itemsize, dim), many in decode_one_sm90._LAYOUTS_OF_MANY.items():
+        few = decode_one_sm90.layout_of(dim, itemsize)
+        assert decode_one_sm90.layout_of(dim, itemsize, decode_one_sm90._MANY) == many != few
+        free = dict.fromkeys(("k_stages", "v_stages", "programs_per_sm"), 0)
+        assert few._replace(**free) == many._replace(**free)
 
 
 @pytest.mark.slow

@@ -57,16 +57,3 @@ def loader(
         k += 1
     for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
         meet("sync", BARRIER + last % STAGES, HANDSHAKE)
-
-
-@gluon.jit
-def prefetch_tables(table_ptr, num_seqs, stride_bt, width):
-    """Ask for the first page ids of every sequence, as many as all threads can, into L2: nothing can be read of a sequence before them."""
-    IDS: gl.constexpr = 8  # 32 bytes
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    piece = gl.program_id(0) * THREADS + gl.arange(0, THREADS, layout)
-    first = piece // num_seqs * IDS
-    first = gl.where(first < width, first, 0)
-    pointers = table_ptr + (piece % num_seqs * stride_bt + first)
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], gl.int32, is_pure=False, pack=1)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tkernels._gluon import barrier
 from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
 from tkernels.attention._decode_sm90.fp8_operands import load_k, load_q, load_v, transpose
-from tkernels.attention._decode_sm90.loader import prefetch_tables
 from tkernels.attention._decode_sm90.shared import ONE_FIRST_BARRIER, Q_STAGES, read_segment
 from tkernels.attention._decode_sm90.warps import merge_warps, row_layouts
 from tkernels.attention._decode_sm90.wide_operands import first_product, load_k16, load_q16, load_v16
@@ -101,13 +100,12 @@ def _block(
 @gluon.jit
 def one_consumer(
     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
-    table_ptr, stride_bt, table_width, num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
-    stride_ot, stride_oh, stride_lt, stride_lh,
+    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs, stride_ot, stride_oh, stride_lt, stride_lh,
     q_shared, q_full, q_empty, ks, vs, scratch, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEAVES: gl.constexpr, HANDSHAKE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = BLOCK_N // WARPS  # of a block, for each warp
@@ -119,8 +117,6 @@ def one_consumer(
     layouts: gl.constexpr = row_layouts(N, DIM, WARPS)
     whole: gl.constexpr = layouts[2]
     rows: gl.constexpr = gl.SliceLayout(1, whole)
-    if AHEAD:
-        prefetch_tables(table_ptr, num_seqs, stride_bt, table_width)
     _zero_rows(
         out_ptr, lse_ptr, cu_ptr, num_seqs, num_tokens, stride_ot, stride_oh, stride_lt, stride_lh, KV_HEADS * GROUP, HEAD_DIM, DIM, HAS_LSE
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tkernels._gluon import depart, enter, prefetch_descriptor
+from tkernels._gluon import depart, enter
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.one_consumer import one_consumer
 from tkernels.attention._decode_sm90.scheduler import scheduler
@@ -26,14 +26,10 @@ def decode_one_sm90_kernel(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr,
     BY_RANGE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As decode_sm90_kernel, with boxes of [1, COLUMNS, DIM] for q and SLOT_ROWS rows a slot, GROUP rounded up to a power of two. Also
     writes zeros into the rows of no sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3."""
-    if AHEAD:
-        prefetch_descriptor("decode_one_sm90_kernel", 0)  # q_desc
-        prefetch_descriptor("decode_one_sm90_kernel", 7)  # k_desc
-        prefetch_descriptor("decode_one_sm90_kernel", 16)  # v_desc
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], CACHE_DTYPE)
     k_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
@@ -50,10 +46,10 @@ def decode_one_sm90_kernel(
                 one_consumer,
                 (
                     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, part_ptr, state_ptr, arrivals_ptr, cu_ptr,
-                    table_ptr, stride_bt, capacity // PAGE, num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
+                    num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
                     stride_ot, stride_oh, stride_lt, stride_lh, q_shared, q_full, q_empty, ks, vs, scratch, segments,
                     KV_HEADS, GROUP, SLOT_ROWS, HEAD_DIM, BLOCK_N, K_STAGES, V_STAGES, LEAVES, HANDSHAKE,
-                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, AHEAD,
+                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
                 ),
             ),
             (loader, (k_desc, table_ptr, ks, segments, ONE_FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
