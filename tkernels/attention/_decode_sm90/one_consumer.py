@@ -137,8 +137,6 @@ def one_consumer(
                 power = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
             else:
                 q, power = load_q(q_shared.index(q_stage), mma)
-            barrier()
-            mbarrier.arrive(q_empty.index(q_stage), count=1)
             is_cut = blocks < share
             scale = power * qk_scale
             if HAS_K_SCALE:
@@ -194,6 +192,7 @@ def one_consumer(
                     m1 = gl.full([WARPS, N], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
                     l1 = gl.zeros([WARPS, 8, N], gl.float32, sums)
                     acc1 = gl.zeros([WARPS, DIM, N], gl.float32, mma)
+            mbarrier.arrive(q_empty.index(q_stage), count=1)  # the leaf's end brought the warps together, behind all products with q
             head_factor = v_factor
             if HAS_V_SCALE:
                 head_factor = v_factor * gl.load(v_scale_ptr + head * stride_vs)
