@@ -2,7 +2,7 @@
 
 Operands go from the stages that TMA fills straight into the registers where the products want them: those of 16 bits by ``ldmatrix``, and
 bytes of e4m3 without the second pass through shared memory by which plain Triton loses what such a cache gains. Each warp has its own keys
-of a block, so that products and softmax wait for no other warp.
+of a block, so that softmax and the second product wait for no other warp.
 
 The tree of a sequence is that of decode_sm90.py, with a level below: each warp of a program folds its own keys of the blocks of a leaf, and
 the warps are summed where the leaf ends. It depends on the sequence's length (and window) alone. Rows of no sequence are zeroed here.
@@ -103,20 +103,18 @@ def boxes(x: Inputs, constant: dict[str, Any]) -> dict[str, tuple[list[int], Any
     return {"q_desc": _sm90.box(x.q.dtype, (1, constant["COLUMNS"], constant["DIM"])), "k_desc": keys, "v_desc": keys}
 
 
-def decode_one_sm90(
-    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE, layout: Layout | None = None
-) -> list[torch.Tensor]:
+def decode_one_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE) -> list[torch.Tensor]:
     """Write the rows of every sequence with one query token, and zeros into the rows of no sequence.
 
-    For calls of at least one sequence that ``refusal`` does not refuse. place: among the launches of a set, as in _dependent.py. layout:
-    another one than ``layout_of``'s. Returns the temporaries.
+    For calls of at least one sequence that ``refusal`` does not refuse. place: among the launches of a set, as in _dependent.py.
+    Returns the temporaries.
     """
     from tkernels.attention._decode_sm90.one_kernel import decode_one_sm90_kernel
 
     x = inputs
     target = target_of(out.device)
-    constant = constants(x, lse is not None, target.num_sms, layout)
-    layout = layout or layout_of(constant["DIM"], x.k_cache.element_size(), x.num_seqs)
+    constant = constants(x, lse is not None, target.num_sms)
+    layout = layout_of(constant["DIM"], x.k_cache.element_size(), x.num_seqs)
     programs = constant["PROGRAMS"]
     owners = min(x.num_seqs, programs)
     grid = min(target.num_sms * layout.programs_per_sm, programs * x.kv_heads)

@@ -2,8 +2,8 @@
 
 The query rows of such a sequence, tokens times the heads of a group, are rows of one warpgroup MMA, so 8 tokens cost what 2 do. Keys
 come by TMA through six stages of 32 KiB (eight of 16 for heads of up to 64), where decode.py's pipeline holds one block of keys once it
-takes that many columns. For one query token decode.py is as fast or faster, so it keeps those sequences, in every bucket: which kernel
-computes a sequence depends on its own query length alone.
+takes that many columns. Sequences of one query token are decode_one_sm90.py's, in every bucket: which kernel computes a sequence depends
+on its own query length alone.
 
 Again a tree fixed by a sequence's own length, over equal ranges that are cut between its leaves (decode.py), with two levels: blocks of
 128 keys are folded into leaves (as many blocks each), leaves into the row. There are leaves enough for one sequence to take all programs of

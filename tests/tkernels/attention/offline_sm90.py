@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
-"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin)} a case.
+"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often
+the assembler has such instructions, None without a disassembler)} a case.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ def compile_case(
         (Path(folder) / "kernel.ptx").write_text(ptx)
         command = [str(ptxas), "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
         report = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
+        disassembler = ptxas.with_name("nvdisasm")
+        sass = None
+        if disassembler.exists():
+            asked = [str(disassembler), "-c", "kernel.cubin"]
+            sass = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
@@ -103,6 +109,8 @@ def compile_case(
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync.aligned"),
         "order": _order(ptx),
+        "give_backs": None if sass is None else sass.count("BAR.ARV"),
+        "leading_zeros": None if sass is None else sass.count("FLO.U32"),
     }
 
 

@@ -107,7 +107,7 @@ def _fold(
     FOLD_ROWS rows at a time, and none past the last query: one program reads what many have left, as fast as its loads come back.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, max(4, DIM // 32)], [max(128 // DIM, 1), min(DIM // 4, 32)], [gl.num_warps(), 1], [1, 0])
-    UNROLL: gl.constexpr = 16  # leaves that are on their way, in 128 registers a thread
+    UNROLL: gl.constexpr = 16 if DIM <= 128 else 8  # leaves that are on their way, in 128 registers a thread
     ROWS_AT_ONCE: gl.constexpr = min(FOLD_ROWS, SLOT_ROWS)
     last = gl.minimum(query_len * GROUP_ROWS, SLOT_ROWS)
     rows = gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, layout))
@@ -129,7 +129,8 @@ def _fold(
                 acc = gl.load(part_ptrs + u * (SLOT_ROWS * DIM), mask=has[:, None], other=0.0)
                 states += ((m, l, acc),)  # type: ignore[assignment]  # a longer tuple each time
                 m_new = gl.maximum(m_new, m)
-            # ``merge`` of one after another, but that all are scaled at once: exactly, so that the sums are the same
+            # ``merge`` of one after another, but that all are scaled at once: exactly, so that the sums are the same, but for what
+            # underflows (decode.py) or overflows before the largest maximum is met
             base = gl.where(m_new == float("-inf"), 0.0, m_new)
             a = gl.exp2(m3 - base)
             m3 = m_new

@@ -1,7 +1,8 @@
 """The consumer of the kernel for one query token: matrix products on the older tensor cores, softmax, the fold of a sequence.
 
 Keys are the rows of S = K · qᵀ, the first product, and heads the columns (N, 8 or 16); the second is O = Vᵀ · P. Each warp takes its own
-keys of a block, with a maximum, sums and an accumulator of its own, and needs no other warp inside a leaf. Nothing is laid out anew
+keys of a block, with a maximum, sums and an accumulator of its own, and inside a leaf meets others only where the compiler has all wait for
+K together. Nothing is laid out anew
 between shared memory and the tensor cores (wide_operands.py of a cache of 16 bits, fp8_operands.py).
 """
 
@@ -59,11 +60,12 @@ def _block(
     zeros = gl.zeros([WARPS, KEYS, N], gl.float32, mma)
     if WIDE:
         s = first_product(load_k16(k_block, mma, D, KEYS), q, zeros)
+        _give_back(k_number, s, HANDSHAKE)
         mbarrier.wait(v_full, v_phase)  # V lies in registers before it is wanted
         v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
     else:
         s = mma_v2(load_k(k_block, mma, D, KEYS), q, zeros)
-    _give_back(k_number, s, HANDSHAKE)
+        _give_back(k_number, s, HANDSHAKE)
     factor = scale[None, :] + gl.zeros_like(m)
     if HAS_SOFTCAP:
         s = cap(s, factor[:, None, :], softcap)

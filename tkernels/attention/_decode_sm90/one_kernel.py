@@ -39,6 +39,7 @@ def decode_one_sm90_kernel(
     scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() * COLUMNS // 2, DIM], swizzled)
     q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
     enter(PDL)
+    gl.static_assert(ONE_FIRST_BARRIER + K_STAGES + V_STAGES <= 16, "a multiprocessor has 16 named barriers")
     HANDSHAKE: gl.constexpr = 32 * gl.num_warps() + 32  # the consumer and a loader
     gl.warp_specialize(
         [
