@@ -40,9 +40,17 @@ _DIRECT = ((16, 256, 8), (16, 256, 4), (16, 128, 8), (16, 128, 4), (32, 128, 8),
 
 _TMA = (  # block_n, block_k (a stage), slices, num_warps, num_stages
     (16, 512, 8, 4, 3), (16, 512, 8, 8, 4), (16, 512, 8, 8, 6), (16, 512, 8, 8, 8), (16, 1024, 16, 4, 2), (16, 1024, 16, 8, 2),
-    (16, 1024, 16, 8, 3), (16, 2048, 16, 8, 1), (16, 256, 4, 4, 8), (32, 512, 8, 8, 4), (32, 256, 4, 8, 3), (64, 128, 2, 8, 3),
-    (64, 128, 2, 8, 4), (64, 128, 2, 8, 6), (64, 256, 4, 8, 2), (64, 64, 1, 4, 6), (64, 64, 1, 4, 8), (64, 128, 1, 4, 3),
+    (16, 1024, 16, 8, 3), (16, 2048, 16, 8, 1), (16, 256, 4, 4, 8), (32, 512, 8, 8, 2), (32, 512, 8, 8, 4), (32, 512, 8, 8, 5),
+    (32, 512, 8, 8, 6), (32, 256, 4, 8, 2), (32, 256, 4, 8, 3), (32, 256, 4, 8, 4), (32, 256, 4, 8, 6), (32, 256, 4, 8, 10),
+    (64, 128, 2, 8, 2), (64, 128, 2, 8, 3), (64, 128, 2, 8, 4), (64, 128, 2, 8, 6), (64, 128, 2, 8, 10), (64, 256, 4, 8, 2),
+    (64, 256, 4, 8, 5), (128, 128, 2, 8, 3), (16, 512, 8, 4, 4),
 )  # fmt: skip
+_TMA_ROWS = (  # block_n, block_k, num_warps, num_stages, of one slice: for many rows without a norm
+    (64, 64, 4, 3), (64, 64, 4, 5), (64, 64, 4, 6), (64, 64, 4, 10), (64, 64, 8, 10), (64, 64, 8, 20), (64, 128, 4, 5), (64, 128, 8, 5),
+    (64, 128, 4, 10), (64, 128, 8, 8), (64, 128, 8, 10), (64, 256, 4, 2), (64, 256, 8, 2), (64, 256, 4, 5), (64, 256, 8, 5),
+    (64, 512, 8, 2), (128, 64, 8, 4), (128, 64, 8, 5), (128, 64, 8, 6), (128, 64, 4, 10),
+)  # fmt: skip
+_FEWEST_ROWS = 8  # of a tile of one slice: with fewer a tile of slices has all that memory gives
 
 
 def _shared(tile: Tile, weights: int, block_m: int) -> int:
@@ -77,6 +85,35 @@ def _tma_tiles(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterato
         fits = shared_bytes(tile, rows, k, factor == 2) <= _SHARED - (2 << 10) and sums <= 64 and tile.block_k <= 2 * k
         if fits and ceil(_BUSY * num_sms) <= programs <= 2 * num_sms:
             yield tile
+    if rows >= _FEWEST_ROWS and "norm" not in variant:
+        yield from dict.fromkeys(_tma_row_tiles(variant, rows, n, k, num_sms))
+
+
+def _tma_row_tiles(variant: str, rows: int, n: int, k: int, num_sms: int) -> Iterator[Tile]:
+    """Those of one slice; some more than once, since a part of the inputs may have fewer stages than memory holds."""
+    factor = 2 if "gated" in variant else 1
+    for block_n, block_k, num_warps, num_stages in _TMA_ROWS:
+        if "rope" in variant and block_n > 64:
+            continue  # a program is of one head
+        for splits in (1, 2, 4, 8) if factor == 1 else (1,):
+            steps = cdiv(k, block_k * splits)
+            tile = Tile("tma", block_n, block_k, 1, num_warps, min(num_stages, steps), splits)
+            block_m, programs = tile.block_m(rows), cdiv(n // factor, block_n) * splits
+            outputs = block_n * block_m // (32 * num_warps)  # of a thread
+            shared = shared_bytes(tile, rows, k, factor == 2) + (2 << 10)
+            fits = shared <= _SHARED if programs <= num_sms else 2 * shared <= _SHARED + (1 << 10)
+            instruction = block_m * block_n >= 128 * num_warps  # of 16 outputs and 8 rows for each warp
+            refilled = tile.num_stages > 1 or steps == 1
+            registers = outputs * max(factor, splits) <= 128
+            if (
+                fits
+                and instruction
+                and refilled
+                and registers
+                and block_k * splits <= k
+                and ceil(_BUSY * num_sms) <= programs <= 2 * num_sms
+            ):
+                yield tile
 
 
 def _resident(tile: Tile, weights: int, block_m: int, k: int) -> int:

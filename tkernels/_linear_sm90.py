@@ -1,12 +1,13 @@
-"""The Gluon kernel of a "tma" tile (``_linear_kernels``): weights stream by TMA through a ring in shared memory. Hopper only.
-``_qkv_sm90`` has that of a projection with a rotation, on the same sums.
+"""The Gluon kernel of a "tma" tile of several slices (``_linear_kernels``): weights stream by TMA through a ring in shared memory, and a
+few rows of x lie beside it. Hopper only. ``_qkv_sm90`` has that of a projection with a rotation, on the same sums; for tiles of one slice
+there is ``_linear_rows_sm90``.
 
 Before ``wait`` a program has asked for as much of its weights as the ring holds, so where launches are dependent they come while the
 kernel before still runs, whatever that one does. x comes after ``wait`` by plain loads, in pieces of at most 32 KiB, is multiplied by
 the norm's weight on its way to shared memory, and the next piece is on its way in registers while one is used.
 
-The weights are the left operand. With SLICES (mma.sync) the chunks of 64 inputs are dealt out to that many sums, each in one warp, which
-are added once at the end, in order; without, a warpgroup (wgmma) takes 64 rows of the weight at a time.
+The weights are the left operand. The chunks of 64 inputs are dealt out to SLICES sums, each in one warp (mma.sync), which are added once
+at the end, in order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tkernels._gluon import barrier, enter
 
@@ -22,12 +23,10 @@ CHUNK = gl.constexpr(64)  # inputs of a line of 128 bytes, what TMA swizzles
 
 
 @gluon.constexpr_function
-def _sums_layout(block_m, warps, slices):
-    """Of the sums, [slices, block_n, block_m] or [block_n, block_m]."""
-    if slices:
-        along = min(slices, warps)
-        return gl.NVMMADistributedLayout([2, 0], [along, warps // along, 1], [1, 16, 8])
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
+def _sums_layout(warps, slices):
+    """Of the sums [slices, block_n, block_m]."""
+    along = min(slices, warps)
+    return gl.NVMMADistributedLayout([2, 0], [along, warps // along, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -39,7 +38,7 @@ def _x_layout(chunks, rows, warps):
 
 
 @gluon.constexpr_function
-def _end_layout(block_n, warps, slices):
+def outputs_layout(block_n, warps, slices):
     """Of the outputs [block_n, block_m]: neighbours along the lanes, two of 64 in a thread, which has all slices of them."""
     lanes, each = min(32, block_n), max(1, min(2, block_n // 32))
     if slices:
@@ -50,31 +49,20 @@ def _end_layout(block_n, warps, slices):
 @gluon.jit
 def _fill(
     w_desc, ring, up_ring, full, step, first, n,
-    STAGES: gl.constexpr, STAGE_CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr, SLICES: gl.constexpr,
+    STAGES: gl.constexpr, STAGE_CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Ask for the weights of a step: rows from ``first`` on, with GATED also from n + ``first`` on. A descriptor of halves of heads
     [.., halves, rows, ..] gives row n and those after it of the half ``first`` and then of the next one."""
     slot = step % STAGES
     bar = full.index(slot)
     mbarrier.expect(bar, STAGE_CHUNKS * BLOCK_N * CHUNK * (4 if GATED else 2))
-    if SLICES:
-        if len(w_desc.block_shape) == 4:
-            halves = ring.index(slot)._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
-            tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, n, 0], bar, halves)
-        else:
-            tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, 0], bar, ring.index(slot))
-        if GATED:
-            tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, n + first, 0], bar, up_ring.index(slot))
+    if len(w_desc.block_shape) == 4:
+        halves = ring.index(slot)._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
+        tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, n, 0], bar, halves)
     else:
-        for c in gl.static_range(STAGE_CHUNKS):
-            at = (step * STAGE_CHUNKS + c) * CHUNK
-            if len(w_desc.block_shape) == 3:
-                halves = ring.index(slot * STAGE_CHUNKS + c)._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
-                tma.async_copy_global_to_shared(w_desc, [first, n, at], bar, halves)
-            else:
-                tma.async_copy_global_to_shared(w_desc, [first, at], bar, ring.index(slot * STAGE_CHUNKS + c))
-            if GATED:
-                tma.async_copy_global_to_shared(w_desc, [n + first, at], bar, up_ring.index(slot * STAGE_CHUNKS + c))
+        tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, first, 0], bar, ring.index(slot))
+    if GATED:
+        tma.async_copy_global_to_shared(w_desc, [step * STAGE_CHUNKS, n + first, 0], bar, up_ring.index(slot))
 
 
 @gluon.jit
@@ -86,49 +74,33 @@ def _step(
     """The products of step ``step``, the s-th of its piece of x. New weights come into its stage once all warps have read it."""
     dtype: gl.constexpr = x_piece.dtype
     slot = step % STAGES
-    if SLICES:
-        line: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-        left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-        right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
-        ROUNDS: gl.constexpr = STAGE_CHUNKS // SLICES
-        parts = ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
-        up_parts = up_ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
-        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-        for c in gl.static_range(ROUNDS):
-            if x_piece.shape[0] == PIECE:  # one row
-                x_part = x_piece._reinterpret(dtype, [PIECE // SLICES, SLICES, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-                b = x_part.index(s * ROUNDS + c).load(gl.SliceLayout(2, right))
-                b = gl.broadcast(b[:, :, None], gl.zeros([SLICES, CHUNK, BLOCK_M], dtype, right))[0]
-            else:
-                x_part = x_piece._reinterpret(dtype, [PIECE // SLICES, SLICES, BLOCK_M, CHUNK], line)
-                b = x_part.index(s * ROUNDS + c).permute((0, 2, 1)).load(right)
-            a = parts.index(c).load(left)
-            a_up = a
-            if GATED:
-                a_up = up_parts.index(c).load(left)
-            # all loads of a round are on their way before its first product: the assembler, to save registers, would have them wait in turn
-            barrier()
-            if c == ROUNDS - 1 and STAGES < STEPS:
-                if step + STAGES < STEPS:
-                    _fill(w_desc, ring, up_ring, full, step + STAGES, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED, SLICES)
-            acc = mma_v2(a, b, acc)
-            if GATED:
-                up = mma_v2(a_up, b, up)
-    else:
-        if STAGES < STEPS:
-            barrier()
-            if (step > 0) & (step - 1 + STAGES < STEPS):  # what the step before has read
-                _fill(w_desc, ring, up_ring, full, step - 1 + STAGES, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED, SLICES)
-        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-        x_parts = x_piece._reinterpret(dtype, [PIECE, BLOCK_M, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
-        for c in gl.static_range(STAGE_CHUNKS):
-            b = x_parts.index(s * STAGE_CHUNKS + c).permute((1, 0))
-            acc = warpgroup_mma(ring.index(slot * STAGE_CHUNKS + c), b, acc, is_async=True)
-            if GATED:
-                up = warpgroup_mma(up_ring.index(slot * STAGE_CHUNKS + c), b, up, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
+    line: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    ROUNDS: gl.constexpr = STAGE_CHUNKS // SLICES
+    parts = ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
+    up_parts = up_ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    for c in gl.static_range(ROUNDS):
+        if x_piece.shape[0] == PIECE:  # one row
+            x_part = x_piece._reinterpret(dtype, [PIECE // SLICES, SLICES, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            b = x_part.index(s * ROUNDS + c).load(gl.SliceLayout(2, right))
+            b = gl.broadcast(b[:, :, None], gl.zeros([SLICES, CHUNK, BLOCK_M], dtype, right))[0]
+        else:
+            x_part = x_piece._reinterpret(dtype, [PIECE // SLICES, SLICES, BLOCK_M, CHUNK], line)
+            b = x_part.index(s * ROUNDS + c).permute((0, 2, 1)).load(right)
+        a = parts.index(c).load(left)
+        a_up = a
         if GATED:
-            up = warpgroup_mma_wait(0, [up])
+            a_up = up_parts.index(c).load(left)
+        # all loads of a round are on their way before its first product: the assembler, to save registers, would have them wait in turn
+        barrier()
+        if c == ROUNDS - 1 and STAGES < STEPS:
+            if step + STAGES < STEPS:
+                _fill(w_desc, ring, up_ring, full, step + STAGES, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED)
+        acc = mma_v2(a, b, acc)
+        if GATED:
+            up = mma_v2(a_up, b, up)
     return acc, up
 
 
@@ -155,7 +127,7 @@ def _piece(
 
 
 @gluon.jit
-def _put_x(x, norm, buffer, BLOCK_M: gl.constexpr, HAS_NORM: gl.constexpr, SLICES: gl.constexpr):
+def _put_x(x, norm, buffer, BLOCK_M: gl.constexpr, HAS_NORM: gl.constexpr):
     """A piece [chunks, rows, 64], times the norm's weight, to shared memory; returns sums of the squares that a thread has
     [chunks, rows, 8]."""
     PIECE: gl.constexpr = x.shape[0]
@@ -166,15 +138,10 @@ def _put_x(x, norm, buffer, BLOCK_M: gl.constexpr, HAS_NORM: gl.constexpr, SLICE
         wide = x.to(gl.float32)
         squares = gl.sum(gl.reshape(wide * wide, [PIECE, X_ROWS, CHUNK // 8, 8]), 3)
         x = (wide * norm.to(gl.float32)).to(dtype)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    if X_ROWS < BLOCK_M and SLICES:
-        buffer._reinterpret(dtype, [PIECE, 1, CHUNK], plain).store(x)
-    elif X_ROWS < BLOCK_M:  # the first of eight lines is not swizzled; the other columns of the products are nobody's
-        buffer._reinterpret(dtype, [PIECE, BLOCK_M, CHUNK], plain).slice(0, X_ROWS, dim=1).store(x)
+    if X_ROWS < BLOCK_M:
+        buffer._reinterpret(dtype, [PIECE, 1, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).store(x)
     else:
         buffer._reinterpret(dtype, [PIECE, BLOCK_M, CHUNK], gl.NVMMASharedLayout(128, 16, 3)).store(x)
-    if SLICES == 0:
-        fence_async_shared()
     return squares
 
 
@@ -204,31 +171,24 @@ def rounded(y, scale, bias_ptr, offs_n, mask_n, dtype: gl.constexpr, HAS_NORM: g
 
 @gluon.jit
 def start(
-    w_desc, first, n, dtype: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PIECE: gl.constexpr,
+    w_desc, first, n, dtype: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, X_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """Memory for weights and x; as much of the weights as it holds is asked for."""
     STEPS: gl.constexpr = (K + CHUNK * STAGE_CHUNKS - 1) // (CHUNK * STAGE_CHUNKS)
-    line2: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    line3: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    if SLICES:
-        ring = gl.allocate_shared_memory(dtype, [STAGES, STAGE_CHUNKS, BLOCK_N, CHUNK], line3)
-    else:
-        ring = gl.allocate_shared_memory(dtype, [STAGES * STAGE_CHUNKS, BLOCK_N, CHUNK], line2)
+    line: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, STAGE_CHUNKS, BLOCK_N, CHUNK], line)
     up_ring = ring
     if GATED:
-        if SLICES:
-            up_ring = gl.allocate_shared_memory(dtype, [STAGES, STAGE_CHUNKS, BLOCK_N, CHUNK], line3)
-        else:
-            up_ring = gl.allocate_shared_memory(dtype, [STAGES * STAGE_CHUNKS, BLOCK_N, CHUNK], line2)
-    X_LINES: gl.constexpr = X_ROWS if SLICES else BLOCK_M  # of 128 bytes, for each chunk
-    x_shared = gl.allocate_shared_memory(dtype, [2 if PIECE * CHUNK < K else 1, PIECE * X_LINES, CHUNK], line2)
+        up_ring = gl.allocate_shared_memory(dtype, [STAGES, STAGE_CHUNKS, BLOCK_N, CHUNK], line)
+    x_lines: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # of 128 bytes, X_ROWS for each chunk
+    x_shared = gl.allocate_shared_memory(dtype, [2 if PIECE * CHUNK < K else 1, PIECE * X_ROWS, CHUNK], x_lines)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
     for step in gl.static_range(STAGES if STAGES < STEPS else STEPS):
-        _fill(w_desc, ring, up_ring, full, step, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED, SLICES)
+        _fill(w_desc, ring, up_ring, full, step, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED)
     return ring, up_ring, x_shared, full
 
 
@@ -258,14 +218,10 @@ def products(
     STEPS: gl.constexpr = (K + CHUNK * STAGE_CHUNKS - 1) // (CHUNK * STAGE_CHUNKS)
     PIECE_STEPS: gl.constexpr = PIECE // STAGE_CHUNKS
     PIECES: gl.constexpr = (STEPS + PIECE_STEPS - 1) // PIECE_STEPS
-    sums: gl.constexpr = _sums_layout(BLOCK_M, gl.num_warps(), SLICES)
-    if SLICES:
-        acc = gl.zeros([SLICES, BLOCK_N, BLOCK_M], gl.float32, sums)
-    else:
-        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, sums)
+    acc = gl.zeros([SLICES, BLOCK_N, BLOCK_M], gl.float32, _sums_layout(gl.num_warps(), SLICES))
     up = acc
     barrier()  # or the assembler, to save registers, would ask for a part of x once it has stored another
-    squares = _put_x(x, norm, x_shared.index(0), BLOCK_M, HAS_NORM, SLICES)
+    squares = _put_x(x, norm, x_shared.index(0), BLOCK_M, HAS_NORM)
     scale = gl.full([1, 1], 1.0, gl.float32, end)
     if PIECES == 1:
         if HAS_NORM:
@@ -286,7 +242,7 @@ def products(
                 w_desc, ring, up_ring, full, x_shared.index(piece % 2), acc, up, piece, first, n,
                 STEPS, PIECE_STEPS, STAGES, STAGE_CHUNKS, PIECE, BLOCK_N, BLOCK_M, GATED, SLICES,
             )  # fmt: skip
-            square = _put_x(x, norm, x_shared.index((piece + 1) % 2), BLOCK_M, HAS_NORM, SLICES)
+            square = _put_x(x, norm, x_shared.index((piece + 1) % 2), BLOCK_M, HAS_NORM)
             if HAS_NORM:
                 squares += square
         if HAS_NORM:
@@ -301,13 +257,12 @@ def linear_sm90_kernel(
     X_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     SLICES: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """w_desc: the weight; with SLICES as [K / 64, outputs, 64] in boxes of [STAGE_CHUNKS, BLOCK_N, 64], else [outputs, K] in boxes of
-    [BLOCK_N, 64]. n: outputs; with GATED the up rows stand n after the gate's. X_ROWS: of x that are read, 1 or BLOCK_M. PIECE: chunks of x
-    that are brought at once, whole stages."""
+    """w_desc: the weight as [K / 64, outputs, 64] in boxes of [STAGE_CHUNKS, BLOCK_N, 64]. n: outputs; with GATED the up rows stand n after
+    the gate's. X_ROWS: of x that are read, 1 or BLOCK_M. PIECE: chunks of x that are brought at once, whole stages."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    end: gl.constexpr = _end_layout(BLOCK_N, gl.num_warps(), SLICES)
+    end: gl.constexpr = outputs_layout(BLOCK_N, gl.num_warps(), SLICES)
     first = gl.program_id(0) * BLOCK_N
-    memory = start(w_desc, first, n, dtype, K, GATED, X_ROWS, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE)
+    memory = start(w_desc, first, n, dtype, K, GATED, X_ROWS, BLOCK_N, STAGE_CHUNKS, STAGES, PIECE)
     offs_m, offs_k, norm = first_x(norm_ptr, K, HAS_NORM, X_ROWS, PIECE)
     x_ptrs = x_ptr + (offs_m.to(gl.int64) * stride_xm + offs_k)
     end_n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, end))
@@ -322,16 +277,10 @@ def linear_sm90_kernel(
         w_desc, memory, x, norm, x_ptrs, norm_ptr, offs_m, offs_k, rows, first, n, eps,
         K, HAS_NORM, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE, BLOCK_N, end,
     )  # fmt: skip
-    if SLICES:
-        y = gl.sum(gl.convert_layout(acc, end.parent), 0)
-    else:
-        y = gl.convert_layout(acc, end)
+    y = gl.sum(gl.convert_layout(acc, end.parent), 0)
     y = rounded(y, scale, bias_ptr, end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
     if GATED:
-        if SLICES:
-            y_up = gl.sum(gl.convert_layout(up, end.parent), 0)
-        else:
-            y_up = gl.convert_layout(up, end)
+        y_up = gl.sum(gl.convert_layout(up, end.parent), 0)
         y_up = rounded(y_up, scale, bias_ptr, n + end_n, end_n < n, dtype, HAS_NORM, HAS_BIAS)
         gate = y.to(gl.float32)
         y = (gate / (1.0 + gl.exp(-gate)) * y_up.to(gl.float32)).to(dtype)

@@ -244,10 +244,12 @@ def run_length(tile: Tile, head_dim: int, rot_dim: int, interleaved: bool) -> in
     return run if tile.block_n >= 2 else 0
 
 
-def takes(tile: Tile, weight: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rot_dim: int, interleaved: bool) -> bool:
+def takes(
+    tile: Tile, x: torch.Tensor, weight: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rot_dim: int, interleaved: bool
+) -> bool:
     """Whether a tile can rotate and store what it projects."""
     if tile.kind == "tma":
-        return _qkv_tma.refusal(tile, weight, k_cache, v_cache, rot_dim, interleaved) is None
+        return _qkv_tma.refusal(tile, x, weight, k_cache, v_cache, rot_dim, interleaved) is None
     return run_length(tile, k_cache.shape[3], rot_dim, interleaved) > 0
 
 

@@ -147,7 +147,7 @@ def streamed(
         return None
     variant = "gated" if gated else "plain" if residual is None else "residual"
     tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, variant, norm_weight is not None, rows, n, k)
-    if tile is None or (tile.kind == "tma" and _linear_tma.refusal(weight)):
+    if tile is None or (tile.kind == "tma" and _linear_tma.refusal(tile, weight, x)):
         return None
     if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None

@@ -94,7 +94,7 @@ def _fused(
     if not 0 < rows <= MAX_ROWS or not n or not streamable(x, weight, bias):
         return None
     tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "rope", norm_weight is not None, rows, n, k)
-    if tile is None or not takes(tile, weight, k_cache, v_cache, cos_sin.shape[1], interleaved):
+    if tile is None or not takes(tile, x, weight, k_cache, v_cache, cos_sin.shape[1], interleaved):
         return None
     if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None

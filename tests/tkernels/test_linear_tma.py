@@ -13,7 +13,7 @@ from tests.tkernels.captured import captured
 from tkernels import _linear_tma
 from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
-from tkernels._linear_tma import absence, refusal, shared_bytes
+from tkernels._linear_tma import absence, check_rows_tile, refusal, shared_bytes, sizes, workspace
 from tkernels._target import Target
 from tkernels._triton import INTERPRETED
 from tkernels.linear import choose, linear_ref, table_of
@@ -21,6 +21,7 @@ from tkernels.linear import choose, linear_ref, table_of
 LINEAR = importlib.import_module("tkernels.linear")  # the package has a function of that name
 HOPPER = Target("sm_90", 132, True)
 TILE = Tile("tma", 16, 256, 4, 4, 2)
+ONE = Tile("tma", 64, 64, 1, 4, 3, 2)  # of one slice: x comes by TMA too
 EPS = 1e-5
 
 
@@ -50,12 +51,55 @@ def test_only_where_gluon_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -
         assert absence("sm_90") == "Triton's interpreter has no Gluon"
 
 
+@pytest.mark.parametrize(
+    ("tile", "normed", "message"),
+    [
+        (Tile("tma", 64, 64, 1, 4, 2), True, "norms with tiles of slices"),
+        (Tile("tma", 64, 64, 1, 4, 1), False, "a stage is filled again"),
+        (Tile("tma", 64, 64, 1, 4, 2, 3), False, "in pairs"),
+    ],
+)
+def test_what_no_table_may_hold(tile: Tile, normed: bool, message: str) -> None:
+    check_rows_tile(ONE, 128, None)
+    check_rows_tile(Tile("tma", 64, 64, 1, 4, 1, 2), 128, None)
+    with pytest.raises(AssertionError, match=message):
+        check_rows_tile(tile, 256, torch.ones(256) if normed else None)
+
+
 def test_weights_that_no_descriptor_describes_are_refused() -> None:
     wide = torch.zeros(32, 136, dtype=torch.bfloat16)
-    assert refusal(wide[:, :128]) is None and refusal(wide[:1, :128]) is None
-    assert "100 inputs: expected a multiple of 64" in (refusal(wide[:, :100]) or "")
-    assert "address" in (refusal(wide[:, 1:129]) or "")
-    assert "strides [132, 1]" in (refusal(torch.zeros(32, 132, dtype=torch.bfloat16)[:, :128]) or "")
+    x = torch.zeros(8, 132, dtype=torch.bfloat16)[:, :128]
+    ask = lambda weight, x=x, tile=TILE: refusal(tile, weight, x) or ""
+    assert not ask(wide[:, :128]) and not ask(wide[:1, :128])
+    assert "100 inputs: expected a multiple of 64" in ask(wide[:, :100])
+    assert "address" in ask(wide[:, 1:129])
+    assert "strides [132, 1]" in ask(torch.zeros(32, 132, dtype=torch.bfloat16)[:, :128])
+
+
+def test_a_tile_of_one_slice_reads_x_by_a_descriptor_too() -> None:
+    weight, wide = torch.zeros(32, 128, dtype=torch.bfloat16), torch.zeros(8, 136, dtype=torch.bfloat16)
+    ask = lambda x: refusal(ONE, weight, x) or ""
+    assert not ask(wide[:, :128]) and not ask(wide[:, 8:]) and not ask(torch.zeros(1, 132, dtype=torch.bfloat16)[:, :128])
+    assert not ask(torch.zeros(2, 4, 128, dtype=torch.bfloat16))
+    assert ask(wide[:, 1:129]).startswith("x: its address")
+    assert ask(torch.zeros(8, 132, dtype=torch.bfloat16)[:, :128]).startswith("x: strides")
+    assert ask(torch.zeros(1, 128, dtype=torch.bfloat16).expand(8, 128)).startswith("x: strides")
+
+
+def test_splits_leave_their_sums_and_count_who_has_arrived(device: torch.device) -> None:
+    assert workspace(TILE, 7, 64, device) == (None, None)
+    for rows, block_m in ((1, 8), (17, 32), (64, 64)):
+        parts, arrivals = workspace(ONE, 7, rows, device)
+        assert parts is not None and arrivals is not None and not arrivals.any() and len(arrivals) >= 7
+        assert parts.dtype == torch.float32 and len(parts) == 7 * 2 * 64 * block_m
+    # BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS: no ring has more stages than the part of a split
+    assert sizes(ONE, 33, 192) == (64, 64, 1, 2, 2, 2, 2)
+    assert sizes(Tile("tma", 64, 128, 1, 8, 10, 4), 64, 8192) == (64, 64, 2, 10, 4, 16, 4)
+    for tile in (ONE, Tile("tma", 64, 128, 1, 8, 10, 4), Tile("tma", 64, 256, 1, 8, 5, 8)):
+        for k in (64, 192, 576, 1088, 8192):
+            *_, chunks, stages, x_stages, steps, splits = sizes(tile, 64, k)
+            assert max(stages, x_stages) <= steps and splits * steps * chunks * 64 >= k
+            assert min(stages, x_stages) > 1 or steps == 1, "a step is waited for before the one before it is refilled"
 
 
 @pytest.mark.usefixtures("gluon_compiles", "in_table")
@@ -84,6 +128,11 @@ def test_a_weight_that_is_refused_is_composed(device: torch.device, monkeypatch:
     odd = torch.zeros(96, 132, device=device).bfloat16()[:, :128]
     assert LINEAR.streamed(x, odd) is None and len(launched) == 1
     assert not tkernels.linear(x, odd).any() and len(launched) == 1
+    odd = torch.zeros(8, 132, device=device).bfloat16()[:, :128]
+    assert LINEAR.streamed(odd, weight) is not None and len(launched) == 2
+    monkeypatch.setitem(table_of("sm_90"), ("plain", 8, 96, 128), ONE)
+    assert LINEAR.streamed(x, weight) is not None and launched.pop() == ONE
+    assert LINEAR.streamed(odd, weight) is None and not tkernels.linear(odd, weight).any() and len(launched) == 2
 
 
 @pytest.mark.usefixtures("gluon_compiles", "in_table")
@@ -102,32 +151,46 @@ def test_what_is_tried_fits_and_leaves_room_for_two_programs_a_multiprocessor_at
         ("norm+rope", 3072, 2048),
         ("residual", 2048, 2048),
         ("norm+gated", 16384, 2048),
+        ("gated", 16384, 2048),
+        ("rope", 3072, 2048),
         ("plain", 4096, 14336),
     ):
         for rows in ROW_CLASSES:
             tiles = [tile for tile in candidates(variant, rows, n, k, 132, tma=True) if tile.kind == "tma"]
             gated = "gated" in variant
-            assert tiles and len(set(tiles)) == len(tiles)
+            assert (tiles or rows > 16) and len(set(tiles)) == len(tiles)
             for tile in tiles:
-                assert 0.7 * 132 <= (n // 2 if gated else n) / tile.block_n <= 264
-                assert shared_bytes(tile, rows, k, gated) <= 225 << 10
+                programs = (n // 2 if gated else n) / tile.block_n * tile.splits
+                assert 0.7 * 132 <= programs <= 264
+                shared = shared_bytes(tile, rows, k, gated)
                 assert tile.block_k % (64 * tile.slices) == 0
-                assert (
-                    tile.block_n == 16 * tile.num_warps
-                    if tile.slices == 1
-                    else tile.block_n * min(tile.slices, tile.num_warps) >= 16 * tile.num_warps
-                )
+                if tile.slices > 1:
+                    assert tile.splits == 1 and shared <= 225 << 10
+                    assert tile.block_n * min(tile.slices, tile.num_warps) >= 16 * tile.num_warps
+                    continue
+                assert rows >= 8 and shared <= (225 << 10 if programs <= 132 else 112 << 10), "all programs are there at once"
+                assert tile.splits in (1, 2, 4, 8) and not (gated and tile.splits > 1)
+                assert tile.block_n % 64 == 0 and tile.block_n * tile.block_m(rows) >= 128 * tile.num_warps
+                assert tile.num_stages * tile.block_k * tile.splits < k + tile.block_k * tile.splits, "no stage is empty"
+                assert tile.num_stages > 1 or tile.block_k * tile.splits >= k, "a stage is filled again while the next one is used"
+            assert any(tile.slices == 1 for tile in tiles) == (rows >= 8 and "norm" not in variant)
     kinds = lambda *args, **more: {tile.kind for tile in candidates(*args, 132, **more)}
     assert "tma" not in kinds("norm", 1, 3072, 2048) | kinds("rope", 1, 3072, 2048) | kinds("plain", 1, 3072, 2040, tma=True)
-    assert "tma" not in kinds("plain", 1, 128256, 2048, tma=True), "the LM head is read at memory speed as it is, and by linear_argmax"
+    assert "tma" not in kinds("plain", 1, 128256, 2048, tma=True), "the LM head of one row is read at memory speed as it is"
 
 
 # ---- on a GPU
 
 TILES = [  # both kinds of product; rings of fewer stages than steps, of as many, of one; one and several rounds of a stage
     Tile("tma", 16, 256, 4, 4, 2), Tile("tma", 16, 512, 8, 4, 4), Tile("tma", 16, 1024, 16, 8, 1), Tile("tma", 32, 256, 4, 8, 3),
-    Tile("tma", 64, 128, 2, 8, 3), Tile("tma", 64, 64, 1, 4, 1), Tile("tma", 64, 128, 1, 4, 3),
+    Tile("tma", 64, 128, 2, 8, 3), Tile("tma", 64, 64, 1, 4, 2), Tile("tma", 64, 128, 1, 4, 3),
 ]  # fmt: skip
+SPLIT = [
+    Tile("tma", 64, 64, 1, 4, 3, 2),
+    Tile("tma", 64, 128, 1, 4, 4, 4),
+    Tile("tma", 128, 64, 1, 8, 2, 2),
+    Tile("tma", 64, 64, 1, 8, 4, 8),
+]
 SHAPES = [(1, 64, 64), (1, 100, 1088), (2, 1, 128), (5, 37, 576), (8, 130, 2048), (17, 70, 192), (33, 96, 320), (64, 48, 1152)]
 FUSED = [
     (1, "norm bias"),
@@ -147,9 +210,9 @@ def _some(cases: list[Any], k: Any) -> list[Any]:
     return [pair for pair in pairs if shared_bytes(pair[0], pair[1], k(pair), "gated" in str(pair[-1])) <= 225 << 10]
 
 
-def _case(rows: int, n: int, k: int, fused: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Strided, with NaN between what is to be read."""
-    gated = "gated" in fused
+def _case(rows: int, n: int, k: int, fused: str, dtype: torch.dtype, device: torch.device, tile: Tile = TILE) -> dict[str, Any]:
+    """Strided, with NaN between what is to be read; x oddly so where ``tile`` allows it. No norm with a tile of one slice."""
+    gated, normed = "gated" in fused, "norm" in fused and tile.slices > 1
 
     def within(rows: int, columns: int, more: int) -> torch.Tensor:
         return torch.full((rows, columns + more), float("nan"), device=device, dtype=dtype)[:, :columns].copy_(
@@ -158,9 +221,9 @@ def _case(rows: int, n: int, k: int, fused: str, dtype: torch.dtype, device: tor
 
     weight = within(2 * n if gated else n, k, 64)
     return {
-        "x": within(rows, k, 3), "weight": weight.mul_(k**-0.5),
+        "x": within(rows, k, 3 if tile.slices > 1 else 8), "weight": weight.mul_(k**-0.5),
         "bias": torch.randn(len(weight), device=device).to(dtype) if "bias" in fused else None,
-        "norm_weight": torch.rand(k, device=device).add_(0.5).to(torch.float32 if "wide" in fused else dtype) if "norm" in fused else None,
+        "norm_weight": torch.rand(k, device=device).add_(0.5).to(torch.float32 if "wide" in fused else dtype) if normed else None,
         "residual": within(rows, n, 8) if "residual" in fused else None, "gated": gated,
     }  # fmt: skip
 
@@ -184,21 +247,44 @@ def _verify(case: dict[str, Any], tile: Tile) -> None:
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(("tile", "rows", "n", "k"), _some(SHAPES, lambda pair: pair[-1]), ids=str)
 def test_tiles_match_fp64(device: torch.device, tile: Tile, rows: int, n: int, k: int) -> None:
-    _verify(_case(rows, n, k, "bias" if n % 2 else "", torch.bfloat16, device), tile)
+    _verify(_case(rows, n, k, "bias" if n % 2 else "", torch.bfloat16, device, tile), tile)
 
 
 @gpu
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(("tile", "rows", "fused"), _some(FUSED, lambda pair: 1088), ids=str)
 def test_fusions_match_fp64(device: torch.device, tile: Tile, rows: int, fused: str) -> None:
-    _verify(_case(rows, 72, 1088, fused, torch.bfloat16, device), tile)
+    _verify(_case(rows, 72, 1088, fused, torch.bfloat16, device, tile), tile)
 
 
 @gpu
 @pytest.mark.usefixtures("in_time")
 def test_fp16(device: torch.device) -> None:
     for tile in (TILES[0], TILES[-1]):
-        _verify(_case(8, 72, 1088, "gated bias", torch.float16, device), tile)
+        _verify(_case(8, 72, 1088, "gated bias", torch.float16, device, tile), tile)
+    _verify(_case(40, 72, 1088, "bias residual", torch.float16, device, SPLIT[0]), SPLIT[0])
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("tile", SPLIT, ids=str)
+@pytest.mark.parametrize("fused", ["bias", "residual", "bias residual"])
+def test_splits_match_fp64(device: torch.device, tile: Tile, fused: str) -> None:
+    """Parts of the inputs that are empty, shorter than a stage, and as long as the rings; the last rows of weights and x are missing."""
+    for rows, n, k in ((17, 70, 64), (9, 130, 192), (64, 100, 1088), (33, 64, 2048)):
+        case = _case(rows, n, k, fused, torch.bfloat16, device, tile)
+        _verify(case, tile)
+    y = _run(case, tile)
+    for _ in range(200):
+        assert torch.equal(_run(case, tile), y), "the parts are added in their order, whoever arrives last"
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+def test_every_number_of_rows(device: torch.device) -> None:
+    for rows in range(17, 65):
+        for tile in (SPLIT[0], SPLIT[1]):
+            _verify(_case(rows, 70, 576, "residual", torch.bfloat16, device, tile), tile)
 
 
 @gpu
@@ -206,7 +292,7 @@ def test_fp16(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) -> None:
     """A chain in which each kernel reads what the one before has written, replayed many times."""
-    k, tiles = 2048, (Tile("tma", 16, 256, 4, 4, 4), Tile("tma", 64, 128, 1, 4, 2), Tile("tma", 32, 256, 4, 8, 3))
+    k, tiles = 2048, (Tile("tma", 16, 256, 4, 4, 4), SPLIT[1], Tile("tma", 64, 128, 1, 4, 2), SPLIT[0], Tile("tma", 32, 256, 4, 8, 3))
     weights = [torch.randn(k, k, device=device).bfloat16() * k**-0.5 for _ in range(12)]
     norm = torch.rand(k, device=device).bfloat16() + 0.5
     x = torch.randn(rows, k, device=device).bfloat16()
@@ -215,7 +301,8 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
         h = x
         for i, weight in enumerate(weights):
             y = torch.empty_like(h)
-            launch(h, weight, None, norm, h, False, EPS, y, tiles[i % len(tiles)])
+            tile = tiles[i % len(tiles)]
+            launch(h, weight, None, norm if tile.slices > 1 else None, h, False, EPS, y, tile)
             h = y
         return h
 

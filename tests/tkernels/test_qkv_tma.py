@@ -86,13 +86,17 @@ def test_calls_that_are_refused_are_composed(launched: list[Any], device: torch.
 
 def test_reasons() -> None:
     weight, cache = torch.zeros(192, 128).bfloat16(), torch.zeros(1, 8, 1, 64).bfloat16()
-    ask = lambda tile=TILE, weight=weight, k=cache, v=cache, rot=64, interleaved=False: refusal(tile, weight, k, v, rot, interleaved) or ""
+    x = torch.zeros(8, 132).bfloat16()[:, :128]
+    ask = lambda tile=TILE, weight=weight, k=cache, v=cache, rot=64, interleaved=False: (
+        refusal(tile, x, weight, k, v, rot, interleaved) or ""
+    )
     assert not ask() and not ask(k=cache.float()) and not ask(tile=dataclasses.replace(TILE, block_n=64))
     assert ask(interleaved=True).startswith("interleaved")
     assert ask(rot=32).startswith("32 of 64 elements")
     assert "a multiple of block_n, 128" in ask(tile=dataclasses.replace(TILE, block_n=128))
     assert "a cache of float8_e4m3fn" in ask(v=cache.to(FP8))
     assert "100 inputs" in ask(weight=weight[:, :100])
+    assert ask(tile=Tile("tma", 64, 64, 1, 4, 3, 2)).startswith("x: strides [132, 1]"), "it comes by TMA in a tile of one slice"
 
 
 # ---- on a GPU
@@ -102,12 +106,16 @@ CASES = [  # rows, head_dim, k, tile, bias, norm, dtypes of x and the caches
     (3, 64, 1088, (16, 512, 8, 4, 4), True, False, torch.bfloat16, None),
     (8, 64, 2048, (32, 512, 8, 8, 4), True, True, torch.bfloat16, None),
     (17, 64, 576, (16, 256, 4, 4, 2), False, True, torch.bfloat16, torch.float32),
-    (64, 64, 1088, (64, 64, 1, 4, 4), True, True, torch.bfloat16, None),
+    (64, 64, 1088, (64, 64, 1, 4, 4), True, False, torch.bfloat16, None),
     (1, 128, 1088, (16, 1024, 16, 8, 1), True, False, torch.float16, None),
     (3, 128, 2048, (32, 256, 4, 8, 3), False, True, torch.bfloat16, None),
     (8, 128, 1088, (64, 128, 2, 8, 3), False, True, torch.bfloat16, torch.float16),
     (17, 128, 576, (64, 64, 1, 4, 3), True, False, torch.float16, None),
-    (1, 128, 4096, (64, 128, 1, 4, 3), False, True, torch.bfloat16, None),
+    (1, 128, 4096, (64, 128, 1, 4, 3), False, False, torch.bfloat16, None),
+    (17, 64, 576, (64, 64, 1, 4, 3, 2), True, False, torch.bfloat16, torch.float32),
+    (33, 128, 1088, (64, 128, 1, 8, 4, 4), False, False, torch.bfloat16, None),
+    (64, 64, 2048, (64, 64, 1, 4, 6, 4), True, False, torch.bfloat16, None),
+    (64, 128, 192, (128, 64, 1, 8, 2, 2), False, False, torch.float16, None),
 ]
 
 
@@ -148,10 +156,10 @@ def test_bits_are_those_of_the_two_kernels(
 
 @gpu
 @pytest.mark.usefixtures("in_time")
-@pytest.mark.parametrize("rows", [1, 8])
-def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "other"), [(1, (64, 128, 1, 4, 3)), (8, (64, 128, 1, 4, 3)), (64, (64, 128, 1, 8, 4, 2))])
+def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int, other: tuple[int, ...]) -> None:
     """A chain in which each kernel reads what the one before has written: x, positions and slots; replayed many times."""
-    k, tiles = 2048, (Tile("tma", 32, 512, 8, 8, 4), Tile("tma", 64, 128, 1, 4, 3))
+    k, tiles = 2048, (Tile("tma", 32, 512, 8, 8, 4) if rows < 17 else Tile("tma", 64, 64, 1, 4, 6, 4), Tile("tma", *other))
     case = make_case(rows, (32, 8, 64, 64), device, norm=True, k=k)
     case.positions.clamp_(max=7)
     weights = [torch.randn(3072, k, device=device).bfloat16() * k**-0.5 for _ in range(6)]
@@ -160,11 +168,12 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
     def chain() -> torch.Tensor:
         h = case.x
         for i, (weight, caches) in enumerate(zip(weights, layers, strict=True)):
-            positions, slots = (case.positions + i) % 8, case.slots + 0
+            positions, slots, tile = (case.positions + i) % 8, case.slots + 0, tiles[i % 2]
+            norm = case.norm if tile.slices > 1 else None
             q = torch.empty(rows, 32, 64, device=device, dtype=torch.bfloat16)
-            launch(h, weight, None, case.norm, EPS, positions, case.cos_sin, *caches, slots, False, q, tiles[i % 2])
+            launch(h, weight, None, norm, EPS, positions, case.cos_sin, *caches, slots, False, q, tile)
             h = torch.empty(rows, k, device=device, dtype=torch.bfloat16)
-            _linear_kernels.launch(q.view(rows, k), weights[i - 1][:k], None, case.norm, None, False, EPS, h, tiles[i % 2])
+            _linear_kernels.launch(q.view(rows, k), weights[i - 1][:k], None, norm, None, False, EPS, h, tile)
         return h
 
     expected = chain()

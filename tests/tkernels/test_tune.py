@@ -14,7 +14,7 @@ from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile
 from tkernels._target import Target
 from tkernels._tune_case import Case
-from tkernels.linear import table_of
+from tkernels.linear import choose_with_norm, table_of
 
 SHIPPED = json.loads((Path(tune.__file__).parent / "tables" / "linear_sm_90.json").read_text())["entries"]
 RIGHT, WRONG = Tile("matrix", 16, 32, 1, 4, 2), Tile("matrix", 32, 32, 1, 4, 2)
@@ -95,6 +95,22 @@ def test_the_table_is_written_after_every_entry_and_used_at_once(
     assert [(e["variant"], e["rows"], e["us"], e["tile"] and Tile(**e["tile"])) for e in written["entries"]] == [
         ("plain", 8, 1.0, RIGHT), ("rope", 8, 1.0, RIGHT), ("rope", 16, None, None),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("apart", [1.0, 2.5])
+def test_a_norm_joins_a_gate_only_where_that_beats_the_norm_before_it(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, tmp_path: Path, apart: float
+) -> None:
+    """Else the table has the tile without a norm alone, and a call launches the norm and then that one."""
+    target, shape = Target("no device", 1, True), (8, 256, 64)
+    _times(monkeypatch, {RIGHT: 2.0, "composed": 3.0, "norm apart": apart})
+    monkeypatch.setitem(table_of(target.arch), ("norm+gated", *shape), RIGHT)  # of an earlier run
+    jobs: list[_tune_case.Job] = [(variant, *shape, RIGHT) for variant in ("gated", "norm+gated")]
+    tune._fill(jobs, torch.bfloat16, device, target, tmp_path / "table.json", {}, lambda line: None)
+    written = {entry["variant"] for entry in json.loads((tmp_path / "table.json").read_text())["entries"]}
+    assert written == ({"gated"} if apart < 2 else {"gated", "norm+gated"})
+    assert choose_with_norm(target, torch.bfloat16, "gated", True, *shape) == (RIGHT, apart < 2)
+    table_of(target.arch).clear()
 
 
 def test_a_rotation_with_every_tile_of_a_tiny_shape(device: torch.device, tmp_path: Path) -> None:
