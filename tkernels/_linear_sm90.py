@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tkernels._gluon import barrier, enter
+from tkernels._gluon import barrier, barrier_behind, enter, one_of_each
 
 CHUNK = gl.constexpr(64)  # inputs of a line of 128 bytes, what TMA swizzles
 
@@ -71,7 +71,7 @@ def _step(
     STEPS: gl.constexpr, STAGES: gl.constexpr, STAGE_CHUNKS: gl.constexpr, PIECE: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, GATED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """The products of step ``step``, the s-th of its piece of x. New weights come into its stage once all warps have read it."""
+    """The products of step ``step``, the s-th of its piece of x. New weights come into its stage once all warps have it in registers."""
     dtype: gl.constexpr = x_piece.dtype
     slot = step % STAGES
     line: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
@@ -80,6 +80,7 @@ def _step(
     ROUNDS: gl.constexpr = STAGE_CHUNKS // SLICES
     parts = ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
     up_parts = up_ring.index(slot)._reinterpret(dtype, [ROUNDS, SLICES, BLOCK_N, CHUNK], line)
+    read = step  # nothing; then what the rounds have read
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
     for c in gl.static_range(ROUNDS):
         if x_piece.shape[0] == PIECE:  # one row
@@ -95,8 +96,12 @@ def _step(
             a_up = up_parts.index(c).load(left)
         # all loads of a round are on their way before its first product: the assembler, to save registers, would have them wait in turn
         barrier()
-        if c == ROUNDS - 1 and STAGES < STEPS:
-            if step + STAGES < STEPS:
+        if STAGES < STEPS:
+            read = one_of_each(a) if c == 0 else gl.maximum(read, one_of_each(a))
+            if GATED:
+                read = gl.maximum(read, one_of_each(a_up))
+            if c == ROUNDS - 1 and step + STAGES < STEPS:
+                barrier_behind(read)
                 _fill(w_desc, ring, up_ring, full, step + STAGES, first, n, STAGES, STAGE_CHUNKS, BLOCK_N, GATED)
         acc = mma_v2(a, b, acc)
         if GATED:

@@ -239,6 +239,7 @@ launch(x, zeros(128, 512), bias, None, residual, False, 1e-6, y, Tile("tma", 64,
 for tile in (Tile("tma", 16, 256, 4, 4, 2), Tile("tma", 64, 64, 1, 4, 3)):
     for rows in (1, 4):
         launch(x[:rows], zeros(256, 512), zeros(256), norm if tile.slices > 1 else None, residual[:rows], True, 1e-6, y[:rows], tile)
+launch(x, zeros(256, 512), None, norm, None, True, 1e-6, y, Tile("tma", 32, 128, 2, 4, 2))  # more inputs than stages hold
 rmsnorm.launch(x, norm, 1e-6, 0.0)
 rmsnorm.launch(x, norm, 1e-6, 0.0, residual=x)
 activation._silu_and_mul(x)
@@ -286,6 +287,30 @@ def _pointers_of(load: str, ptx: str) -> set[str]:
     return found & set(re.findall(r"\.param \.u64 \.ptr .*_param_(\d+)", ptx))
 
 
+def _refilled(ptx: str) -> bool:
+    """Whether weights come into a stage that was read; if so, behind a barrier whose number depends on all that was loaded of it."""
+    sources: dict[str, set[str]] = {}  # of a register: the loads from shared memory, by their first register, that it was made from
+    weights = {re.findall(r"%r\d+", operands.split("}")[1])[0] for operands in re.findall(r"mma\.sync([^;]*);", ptx)}
+    loaded, waited_for, refilled = set(), set(), False
+    for line in ptx.partition("griddepcontrol.wait")[2].splitlines():
+        written, _, read = re.sub(r"^.*?[\w.:]+\s+", "", line.strip(), count=1).partition("}, " if "{%" in line.split(",")[0] else ", ")
+        if "ldmatrix" in line:
+            registers = re.findall(r"%r\d+", written)
+            sources.update((register, {registers[0]}) for register in registers)
+            loaded |= weights & set(registers)
+        elif "mma.sync" in line:
+            loaded, waited_for = set(), set()
+        elif number := re.search(r"clz\.b32 n, (%r\d+); shr\.u32 n, n, 6; bar\.sync n;", line):
+            waited_for = sources[number[1]]
+        elif "cp.async.bulk.tensor" in line:
+            refilled = True
+            assert loaded and loaded <= waited_for, line
+        elif re.match(r"\s*[a-z]", line):
+            made_from = set().union(*(sources.get(register, ()) for register in re.findall(r"%rs?\d+", read)))
+            sources.update((register, made_from) for register in re.findall(r"%rs?\d+", written))
+    return refilled
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the compiler")
 def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
     """Instruction by instruction: before it only loads of weights, which are read once or kept for all rows, and prefetches."""
@@ -314,7 +339,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
         "_prefix_kernel",
         "_merge_kernel",
     }
-    pipelined, ranks, beside = set(), set(), 0
+    pipelined, ranks, beside, refilled = set(), set(), 0, 0
     for name, asked, metadata, ptx in kernels:
         assert asked and metadata
         if asked == _dependent.BESIDE:  # it waits where it ends, in every way to its end
@@ -337,6 +362,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
             used = lambda part: {re.findall(r"\], \[(%rd\d+),", load)[0] for load in re.findall(r"cp\.async\.bulk\.tensor[^;]*;", part)}
             assert len(used(before)) == 1 and len(used(ptx)) == 1 + by_descriptor, (name, used(before), used(ptx))
             ranks.add((name, rank))
+            refilled += not by_descriptor and _refilled(ptx)
             assert set().union(*(_pointers_of(load, before) for load in touched if load not in copies)) == numbers, (name, touched)
             continue
         direct = name.startswith("_matrix") and "cp.async" not in ptx  # without a norm, so the weights come right after x
@@ -346,6 +372,6 @@ def test_nothing_but_weights_is_touched_before_the_wait(tmp_path: Path) -> None:
             assert not touched, (name, touched)
         assert ("prefetch.global.L2" in before) == (name.startswith("_matrix") and not direct)
         pipelined.add((name, not direct))
-    assert beside == 1
+    assert beside == 1 and refilled == 1
     assert ranks == {(f"{name}_sm90_kernel", rank) for name, rank in (("linear", 3), ("linear_rows", 3), ("qkv", 4), ("qkv_rows", 4))}
     assert {(name, kind) for name in ("_matrix_kernel", "_matrix_qkv_kernel") for kind in (True, False)} <= pipelined
