@@ -93,6 +93,7 @@ _HOST = {"call_us": "a call", "adds_us": "it adds", "staged_adds_us": "staged ad
 
 def _of_host_times(rows: list[dict[str, Any]]) -> str:
     """A line for each batch, with the parts of a call."""
+    rows = [row for row in rows if "skipped" not in row]  # by the end of the run's time
     parts = [part for part in rows[0]["call_parts_us"] if part != "whole"]
     header = ["mode", "batch", *_HOST.values(), *(f"a call's {part}" for part in parts)]
     body = [
@@ -125,6 +126,23 @@ def _of_regret(rows: list[dict[str, Any]]) -> str:
         picks = ", ".join(str(row["picks"][mode]) for mode in ("full", "piecewise", "eager"))
         body.append([str(row["context"]), kind, str(row["sizes"]), picks, f"{row['share_within_2_percent']:.1%}", at])
     return markdown(header, body)
+
+
+def _of_profile(rows: list[dict[str, Any]]) -> str:
+    """Shares of a step by kernel and grid, a column for each batch: what takes 1% of a step somewhere, the rest together, the gaps."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    share: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row["kernel"] != "gaps":
+            share.setdefault((row["kernel"], "×".join(map(str, row["grid"]))), {})[row["batch"]] = row["share_us"]
+    whole = {batch: sum(each.get(batch, 0.0) for each in share.values()) for batch in batches}
+    shown = [each for each, us in share.items() if any(us.get(batch, 0.0) > 0.01 * whole[batch] for batch in batches)]
+    body = [[name, grid, *(_plain(share[name, grid].get(batch)) for batch in batches)] for name, grid in shown]
+    others = {batch: whole[batch] - sum(share[each].get(batch, 0.0) for each in shown) for batch in batches}
+    gaps = {row["batch"]: row["share_us"] for row in rows if row["kernel"] == "gaps"}
+    for title, values in (("others", others), ("all kernels", whole), ("gaps", gaps)):
+        body.append([title, "", *(_plain(values[batch]) for batch in batches)])
+    return markdown(["kernel", "grid", *(f"batch {batch}" for batch in batches)], body)
 
 
 def _of_policies(rows: list[dict[str, Any]]) -> str:
@@ -171,6 +189,8 @@ def script_table(name: str, folder: Path = RESULTS) -> str:
             table = _of_starts(rows)
         elif rows[0].get("what") == "host time":
             table = _of_host_times(rows)
+        elif "share_us" in rows[0]:
+            table = _of_profile(rows)
         elif any(row.get("what") == "regret" for row in rows):
             table, unit = _of_regret(rows), "Units stand in the header"
         elif isinstance(rows[0].get("tokens_by_mode"), dict):

@@ -94,6 +94,34 @@ def test_rows_of_regret_and_of_random_steps(tmp_path: Path) -> None:
     assert lines[2] == "| random steps | 67.76 | full 5, eager 2 |" and lines[-1].startswith("Units stand in the header. NVIDIA H200")
 
 
+def test_rows_of_host_times(tmp_path: Path) -> None:
+    """Batches that a run had no time for have no line."""
+    facts = {"call_us": 30.0, "adds_us": 25.0, "staged_adds_us": 24.5, "sweep_us": 4.25, "per_piece_us": 5.0}
+    row = {"what": "host time", "mode": "full", "batch": 8, **facts, "call_parts_us": {"whole": 30.0, "fill": 2.75}}
+    rows = [row, {"what": "host time", "skipped": "what comes after batch 8: the time is over"}]
+    (tmp_path / "some.json").write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "command": "python some.py", "rows": rows}))
+    lines = report.script_table("some", tmp_path).splitlines()
+    assert lines[2] == "| full | 8 | 30.00 | 25.00 | 24.50 | 4.25 | 5 | 2.75 |" and lines[3] == ""
+
+
+def test_rows_of_a_profiled_step(tmp_path: Path) -> None:
+    """A column for each batch; what is below 1% everywhere stands together."""
+    rows = [
+        {"batch": batch, "context": 1024, "pdl": "on", "kernel": name, "grid": grid, "launches": 1.0, "kernel_us": us, "share_us": us}
+        for batch, name, grid, us in [
+            (1, "linear", [128, 1], 90.0), (1, "sample", [1], 0.25), (1, "gaps", [], 7.0),
+            (8, "linear", [128, 1], 95.0), (8, "decode", [264], 15.0), (8, "sample", [1], 0.75), (8, "gaps", [], 8.0),
+        ]
+    ]  # fmt: skip
+    (tmp_path / "some.json").write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "command": "python some.py", "rows": rows}))
+    lines = report.script_table("some", tmp_path).splitlines()
+    assert lines[0] == "| kernel | grid | batch 1 | batch 8 |"
+    assert lines[2:7] == [
+        "| linear | 128×1 | 90.00 | 95.00 |", "| decode | 264 | – | 15.00 |", "| others |  | 0.25 | 0.75 |",
+        "| all kernels |  | 90.25 | 110.8 |", "| gaps |  | 7 | 8 |",
+    ]  # fmt: skip
+
+
 def test_rows_of_simulated_policies(tmp_path: Path) -> None:
     row = {
         "policy": "cost", "rate": 2.0, "goodput": 0.9875, "generated_tokens_per_s": 1681.4, "ttft_ms": {"p50": 40.6},
