@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from runtime.binding import Call
 from runtime.contract import same_bits
 from runtime.graph import CaptureError
+from runtime.key_steps import Captured, KeySteps
 from runtime.ready import Borrow, Ready, outputs
 from runtime.staging import Note
-from runtime.steps import Captured, KeySteps, Steps
+from runtime.steps import Steps
 
 
 class Route(NamedTuple):

@@ -19,9 +19,10 @@ from runtime.captured_step import Address
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import AS_IS, Within
+from runtime.key_steps import Captured, KeySteps, Representative
 from runtime.plan import Plan
 from runtime.stand_in import StandIn
-from runtime.steps import Bound, Captured, KeySteps, Representative, Steps
+from runtime.steps import Bound, Steps
 from runtime.warmup import Prepared, Progress, capture_all, measure_all, measure_regret, own_state, publish, resized, warm_up
 
 MakeInputs = Callable[..., "tuple[tuple[Any, ...], dict[str, Any]] | None"]

@@ -27,9 +27,10 @@ from runtime.captured_module import CapturedModule
 from runtime.config import RuntimeConfig
 from runtime.dispatch import Decision, Dispatcher
 from runtime.graph import AS_IS, CaptureError, Within
+from runtime.key_steps import Captured, KeySteps
 from runtime.ready import Known, Ready, known_call, ready_to_stage
 from runtime.staging import Note
-from runtime.steps import Bound, Captured, KeySteps, Steps
+from runtime.steps import Bound, Steps
 
 # Every step asks these: looked up once.
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from runtime.contract import Inputs, differs_from_module, kept, moderate, roundings_of, rows_mix, written_state
-from runtime.steps import KeySteps, Steps
+from runtime.key_steps import KeySteps
+from runtime.steps import Steps
 
 
 def find_written(steps: Steps, key: KeySteps, size: int) -> None:

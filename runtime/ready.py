@@ -18,9 +18,10 @@ from torch._C._dynamo.guards import TensorGuards
 from runtime.addresses import is_plain
 from runtime.arena import Arena
 from runtime.dispatch import Decision, Dispatcher
+from runtime.key_steps import Captured, KeySteps
 from runtime.outputs import Borrowed, RealRows
 from runtime.persistent import same_value
-from runtime.steps import Captured, KeySteps, Steps
+from runtime.steps import Steps
 
 Borrow = bool | Collection[int]
 

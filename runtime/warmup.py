@@ -15,11 +15,12 @@ from runtime import ranks
 from runtime.binding import Call
 from runtime.contract import Inputs, kept
 from runtime.dispatch import Candidates, Dispatcher, regret
+from runtime.key_steps import KeySteps, Representative
 from runtime.measure import interleaved_ms
 from runtime.padding import check_padding, check_rows, find_written
 from runtime.plan import Plan, PlanRow
 from runtime.sizes import interval_weights
-from runtime.steps import KeySteps, Representative, Steps
+from runtime.steps import Steps
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what comes next); at the end with done == total."""
