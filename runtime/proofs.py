@@ -43,7 +43,7 @@ class StepProof:
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What is known of a key from running its module: see the fields of the same names in ``steps.KeySteps``.
+    """What is known of a key from running its module: see the fields of the same names in ``key_steps.KeySteps``.
 
     exact: why no padding is allowed, or "". rows: (real rows, captured size) that were compared with the module.
     """
