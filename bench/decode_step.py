@@ -22,7 +22,7 @@ from bench.plain_llama import PlainLlamaStep
 from bench.shapes import BY_NAME, TINY
 from runtime.graphed import graphed
 from runtime.model import allocate_cache, random_model
-from runtime.runner import DYNAMIC, PAD, StepModule
+from runtime.step_module import DYNAMIC, PAD, StepModule
 from tkernels import _dependent
 
 PAGE_SIZE = 16

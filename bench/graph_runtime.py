@@ -36,7 +36,8 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.graphed import graphed
 from runtime.model import random_model
-from runtime.runner import DYNAMIC, PAD, Runner
+from runtime.runner import Runner
+from runtime.step_module import DYNAMIC, PAD
 
 Row = dict[str, Any]
 PARTS = ("modes", "startup", "host", "random", "regret", "split")

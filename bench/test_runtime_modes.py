@@ -18,7 +18,7 @@ from bench.shapes import LLAMA_1B, TINY
 from bench.suite import DEVICE, DTYPE, ON_GPU, Problem, sizes
 from runtime.graphed import graphed
 from runtime.model import random_model
-from runtime.runner import DYNAMIC, PAD
+from runtime.step_module import DYNAMIC, PAD
 from tkernels._op import reference_ops
 
 BATCHES = sizes([1, 8, 64, 256], [2])

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from runtime.engine import Engine
 from runtime.model import allocate_cache, random_model
 from runtime.request import SamplingParams
-from runtime.runner import StepModule
+from runtime.step_module import StepModule
 
 
 class Counter(nn.Module):

@@ -13,8 +13,9 @@ import torch
 from runtime.blocks import BlockManager
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.request import Request, SamplingParams
-from runtime.runner import Runner, StepModule
+from runtime.runner import Runner
 from runtime.scheduler import Scheduler, Step
+from runtime.step_module import StepModule
 from tests.runtime.tiny import tiny_model
 
 
