@@ -5,7 +5,7 @@
 Between the two a decode step would write and read q, k and v for a launch that takes longer than its work. Each program of the
 projection takes outputs together with their partners in the rotation, so it can store q rotated, and k and v to their pages, itself. The
 tile is the one that ``linear`` takes for the same call, and then the bits are those of ``linear`` followed by ``rope_and_cache``; unless
-the table has a tile of this op's own ("rope", "norm+rope").
+the table has a tile of this op's own ("rope", "norm+rope") that can take the call.
 
 Where ``linear`` has no tile, or one that cannot rotate what the call wants rotated, and with QK-norm (which needs whole heads) or scales,
 this op is those two, one after the other.
@@ -93,8 +93,13 @@ def _fused(
     (rows, k), n = x.shape, weight.shape[0]
     if not 0 < rows <= MAX_ROWS or not n or not streamable(x, weight, bias):
         return None
-    tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, "rope", norm_weight is not None, rows, n, k)
-    if tile is None or not takes(tile, x, weight, k_cache, v_cache, cos_sin.shape[1], interleaved):
+    for variant in ("rope", "plain"):  # where the rotation's own tile does not take the call, that of the projection may
+        tile, norm_apart = choose_with_norm(target_of(x.device), x.dtype, variant, norm_weight is not None, rows, n, k)
+        if tile is None:
+            return None
+        if takes(tile, x, weight, k_cache, v_cache, cos_sin.shape[1], interleaved):
+            break
+    else:
         return None
     if norm_weight is not None and norm_apart:
         x, norm_weight = normalise(x, norm_weight, eps), None

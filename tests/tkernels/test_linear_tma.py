@@ -316,15 +316,16 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
 
 @gpu
 @pytest.mark.usefixtures("in_time")
-def test_the_op_repeats_on_other_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third call on without Triton's launcher, with a descriptor of the weight of that call."""
+@pytest.mark.parametrize("tile", [TILE, ONE], ids=str)
+def test_the_op_repeats_on_other_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+    """From the third call on without Triton's launcher, with descriptors of the weight and the x of that call."""
     if absence(tkernels._target.target_of(device).arch):
         pytest.skip("no Gluon kernel here")
-    monkeypatch.setattr(LINEAR, "choose", lambda target, dtype, variant, *shape: TILE)
+    monkeypatch.setattr(LINEAR, "choose", lambda target, dtype, variant, *shape: tile)
     tkernels._repeats.forget()
     for _ in range(5):
         x, weight = torch.randn(8, 128, device=device).bfloat16(), torch.randn(96, 128, device=device).bfloat16()
         y = torch.full((8, 96), float("nan"), device=device).bfloat16()
-        launch(x, weight, None, None, None, False, EPS, y, TILE)
+        launch(x, weight, None, None, None, False, EPS, y, tile)
         assert torch.equal(tkernels.linear(x, weight), y)
     tkernels._repeats.forget()

@@ -14,7 +14,7 @@ from qkv_cases import EPS, PAGE_SIZE, PAGES, Case, make_case, same
 
 import tkernels
 from tests.tkernels.captured import captured
-from tkernels import _linear_kernels, _linear_tma, _qkv_tma, _repeats, _target
+from tkernels import _linear_kernels, _linear_tma, _qkv_tma, _repeats, _target, qkv
 from tkernels._linear_kernels import Tile
 from tkernels._qkv_kernels import launch
 from tkernels._qkv_tma import refusal
@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The norms and tiles of launches, which do nothing; for 8 rows, and weights [96, 128], as on Hopper."""
     calls: list[Any] = []
     monkeypatch.setattr(_linear_tma, "_gluon_problem", lambda: None)
-    monkeypatch.setattr(importlib.import_module("tkernels.qkv"), "target_of", lambda device: _target.Target("sm_90", 132, True))
+    monkeypatch.setattr(qkv, "target_of", lambda device: _target.Target("sm_90", 132, True))
     monkeypatch.setattr(_qkv_tma, "launch", lambda *args: calls.append((args[3] is not None, args[-1])))
     for variant in ("plain", "norm", "rope", "norm+rope"):
         monkeypatch.setitem(table_of("sm_90"), (variant, 8, 96, 128), TILE)
@@ -82,6 +82,27 @@ def test_calls_that_are_refused_are_composed(launched: list[Any], device: torch.
     assert not launched
     for got, expected in zip((q, *ours), (want, *theirs), strict=True):
         torch.testing.assert_close(got.float(), expected.float(), atol=0.3 if got.dtype == FP8 else 0.06, rtol=0.1)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_cache_that_is_refused_takes_the_tile_of_the_projection(
+    launched: list[Any], device: torch.device, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """e4m3 caches: still one kernel, and the norm is where that tile has it; the bits are those of the two."""
+    other = Tile("matrix", 16, 32, 1, 4, 2)
+    for variant in ("plain", "norm"):
+        monkeypatch.setitem(table_of("sm_90"), (variant, 8, 96, 128), other)
+    took: list[Any] = []
+    monkeypatch.setattr(qkv, "launch", lambda *args: (took.append((args[3] is not None, args[-1])), launch(*args)))
+    monkeypatch.setattr(qkv, "launch_rope", lambda *args: pytest.fail("a kernel of its own"))
+    case = make_case(8, (1, 1, 32, 32), device, norm=norm, k=128, cache_dtype=FP8)
+    ours, theirs = case.empty(), case.empty()
+    q = tkernels.linear_rope_and_cache(*case.arguments(ours), eps=EPS)
+    assert took == [(norm, other)] and not launched
+    y = torch.empty(8, 96, device=device, dtype=case.x.dtype)
+    _linear_kernels.launch(case.x, case.weight, case.bias, case.norm, None, False, EPS, y, other)
+    want = case.rotated(y, theirs, False)
+    assert same(q, want) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_reasons() -> None:
