@@ -185,6 +185,8 @@ class Scheduler(Queues):
         assert 0 <= chosen.prompt_tokens <= joining, "a policy cannot take more prompt tokens than there are"
         assert chosen.prompt_tokens or (chosen.decode and num_decodes), "a policy must let something run"
         assert chosen.decode or not self._skipped, "a policy must not leave the decodes out twice in a row"
+        if not chosen.decode and any(each.num_scheduled < each.num_prompt for each in self._decoding):
+            return Composition(True, 0)  # the last token of a prompt runs as a decode: first tokens come in order of arrival
         return chosen
 
     def _give_decodes(self, chunks: list[Row]) -> bool | None:

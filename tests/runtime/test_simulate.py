@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.simulate_policies import run
@@ -97,6 +97,9 @@ def test_requests_of_a_group_share_pages_and_others_do_not() -> None:
     targets=st.sampled_from([{}, {"itl_ms": 3.0}, {"itl_ms": 12.0, "ttft_ms": 40.0}]),
     depth=st.integers(1, 2),
     num_pages=st.integers(20, 60),
+)
+@example(  # the last token of the second prompt is left for a step of its own, which the third one must not come before
+    arrivals=[Arrival(0.0, 1, 1), Arrival(0.078125, 129, 1), Arrival(0.09375, 1, 1)], policy="cost", targets={}, depth=1, num_pages=20
 )
 def test_every_request_ends_and_none_waits_behind_later_ones(arrivals, policy, targets, num_pages, depth) -> None:
     """First tokens come in order of arrival, whatever the policy, the targets, and how scarce pages are; so nobody starves."""
