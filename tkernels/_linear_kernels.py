@@ -55,6 +55,13 @@ class Tile:
         size = row_class(rows)
         return size if self.kind == "vector" else max(8 if self.num_stages == 1 or self.kind == "tma" else 16, size)
 
+    def workspace(self, tiles: int, rows: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the splits of ``tiles`` tiles of outputs leave their sums and count who has arrived; nothing without splits."""
+        if self.splits == 1:
+            return None, None
+        elements = tiles * self.splits * self.block_n * self.block_m(rows)
+        return torch.empty(elements, dtype=torch.float32, device=device), counters(tiles, device)
+
     def steps(self, k: int) -> int:
         """Steps over K that are unrolled; 0: a loop."""
         if self.kind != "matrix" or self.num_stages > 1:
@@ -199,14 +206,6 @@ def row_class(rows: int) -> int:
     return next(size for size in ROW_CLASSES if rows <= size)
 
 
-def workspace(tile: Tile, programs: int, block_m: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where splits of K leave their sums and count who has arrived; nothing without splits."""
-    if tile.splits == 1:
-        return None, None
-    elements = programs * tile.splits * tile.block_n * block_m
-    return torch.empty(elements, dtype=torch.float32, device=device), counters(programs, device)
-
-
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -239,7 +238,7 @@ def launch(
     assert tile.splits == 1 or (norm_weight is None and not gated), "tables give splits to plain projections only"
     _dependent.launch(
         _matrix_kernel, (*grid, tile.splits), x.device,
-        *pointers, *workspace(tile, grid[0], block_m, x.device), *sizes, *flags,
+        *pointers, *tile.workspace(grid[0], rows, x.device), *sizes, *flags,
         block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, tile.steps(k),
         num_warps=tile.num_warps,
     )  # fmt: skip

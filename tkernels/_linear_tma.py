@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tkernels import _dependent
-from tkernels._counters import counters
 from tkernels._tma import described, tma_problem
 from tkernels._triton import cdiv, gluon_problem, next_power_of_2
 
@@ -108,14 +107,6 @@ def sizes(tile: Tile, rows: int, k: int) -> tuple[int, ...]:
     return 1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, tile.slices, piece_chunks(tile, rows, k)
 
 
-def workspace(tile: Tile, tiles: int, rows: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where splits leave their sums and count who has arrived; nothing without splits."""
-    if tile.splits == 1:
-        return None, None
-    elements = tiles * tile.splits * tile.block_n * tile.block_m(rows)
-    return torch.empty(elements, dtype=torch.float32, device=device), counters(tiles, device)
-
-
 def check_rows_tile(tile: Tile, k: int, norm_weight: torch.Tensor | None) -> None:
     """What a table must hold to for a tile of one slice."""
     assert norm_weight is None, "tables join norms with tiles of slices"
@@ -157,6 +148,6 @@ def launch(
     assert tile.splits == 1 or not gated, "tables give splits to what has no gate"
     _dependent.launch(
         linear_rows_sm90_kernel, (tiles, tile.splits), x.device,
-        w_desc, x_descriptor(x, tile), bias, residual, y, *workspace(tile, tiles, rows, x.device), rows, n, stride_rm,
+        w_desc, x_descriptor(x, tile), bias, residual, y, *tile.workspace(tiles, rows, x.device), rows, n, stride_rm,
         *flags[1:], *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip

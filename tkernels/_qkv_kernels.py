@@ -11,7 +11,7 @@ import torch
 
 from tkernels import _dependent, _qkv_tma
 from tkernels._dependent import prefetch_rows, wait
-from tkernels._linear_kernels import Tile, workspace
+from tkernels._linear_kernels import Tile
 from tkernels._linear_sums import (
     add_parts,
     arrive,
@@ -292,6 +292,6 @@ def launch(
     assert tile.splits == 1 or norm_weight is None, "tables give splits to plain projections only"
     _dependent.launch(
         _matrix_qkv_kernel, (*grid, tile.splits), x.device,
-        *pointers, *workspace(tile, grid[0], block_m, x.device), rows, x.stride(0), weight.stride(0), eps, k, *counts, *cache_strides,
+        *pointers, *tile.workspace(grid[0], rows, x.device), rows, x.stride(0), weight.stride(0), eps, k, *counts, *cache_strides,
         *flags, block_m, tile.block_n, tile.block_k, tile.slices, tile.num_stages, tile.splits, tile.steps(k), num_warps=tile.num_warps,
     )  # fmt: skip

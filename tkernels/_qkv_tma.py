@@ -9,7 +9,7 @@ import torch
 
 from tkernels import _dependent, _linear_tma
 from tkernels._checks import FLOATS
-from tkernels._linear_tma import CHUNK, check_rows_tile, sizes, weight_descriptor, workspace, x_descriptor
+from tkernels._linear_tma import CHUNK, check_rows_tile, sizes, weight_descriptor, x_descriptor
 
 if TYPE_CHECKING:
     from tkernels._linear_kernels import Tile
@@ -69,6 +69,6 @@ def launch(
     check_rows_tile(tile, k, norm_weight)
     _dependent.launch(
         qkv_rows_sm90_kernel, (tiles, tile.splits), x.device,
-        w_desc, x_descriptor(x, tile), *tensors, *workspace(tile, tiles, rows, x.device), rows, *counts, *strides,
+        w_desc, x_descriptor(x, tile), *tensors, *tile.workspace(tiles, rows, x.device), rows, *counts, *strides,
         page_size, head_dim, bias is not None, *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip

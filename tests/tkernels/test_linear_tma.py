@@ -13,7 +13,7 @@ from tests.tkernels.captured import captured
 from tkernels import _linear_tma
 from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
-from tkernels._linear_tma import absence, check_rows_tile, refusal, shared_bytes, sizes, workspace
+from tkernels._linear_tma import absence, check_rows_tile, refusal, shared_bytes, sizes
 from tkernels._target import Target
 from tkernels._triton import INTERPRETED
 from tkernels.linear import choose, linear_ref, table_of
@@ -87,9 +87,9 @@ def test_a_tile_of_one_slice_reads_x_by_a_descriptor_too() -> None:
 
 
 def test_splits_leave_their_sums_and_count_who_has_arrived(device: torch.device) -> None:
-    assert workspace(TILE, 7, 64, device) == (None, None)
+    assert TILE.workspace(7, 64, device) == (None, None)
     for rows, block_m in ((1, 8), (17, 32), (64, 64)):
-        parts, arrivals = workspace(ONE, 7, rows, device)
+        parts, arrivals = ONE.workspace(7, rows, device)
         assert parts is not None and arrivals is not None and not arrivals.any() and len(arrivals) >= 7
         assert parts.dtype == torch.float32 and len(parts) == 7 * 2 * 64 * block_m
     # BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS: no ring has more stages than the part of a split
