@@ -81,6 +81,8 @@ def profiled(run: Callable[[], Any], steps: int) -> list[list[Kernel]]:
             Kernel(_short(event["name"]), tuple(event["args"].get("grid", ())), event["ts"], event["ts"] + event["dur"])
             for event in events if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")
         ])  # fmt: skip
+        if not found[-1]:
+            raise SystemExit("the profiler gave no kernels of a replay; run it again with no other profiler on the GPU")
     return found
 
 
