@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     programs_per_sm: int
     leaves: int = 1  # of one sequence, for each multiprocessor that a KV head has
     uncut: int = 1  # blocks of a sequence that is too short to be shared by programs
+    least: int = 1  # blocks of a leaf of a longer one, at least
 
     @property
     def maxnreg(self) -> int | None:
@@ -90,7 +91,7 @@ def constants(x: Inputs, has_lse: bool, num_sms: int, layout: Layout | None = No
         DTYPE=_sm90.element(x.q.dtype), CACHE_DTYPE=_sm90.element(x.k_cache.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns,
         SLOT_ROWS=next_power_of_2(group), HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
         BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
-        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * num_sms // x.kv_heads)), UNCUT=layout.uncut,
+        PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * num_sms // x.kv_heads)), UNCUT=layout.uncut, LEAST=layout.least,
         BY_RANGE=x.num_seqs > programs,
         HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,

@@ -128,7 +128,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def found(lens: list[int], constant: dict[str, Any], window: int = 0) -> tuple[list[int], list[int], list[int]]:
         n = torch.tensor(lens)
-        _first, blocks, leaf = shared.plan.fn(n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"])
+        _first, blocks, leaf = shared.plan.fn(n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"], constant["LEAST"])
         ranges = shared.make_ranges.fn(blocks.sum(), constant["PROGRAMS"])
         begins = [int(shared.range_begin.fn(ranges, j)) for j in range(constant["PROGRAMS"] + 1)]
         return blocks.tolist(), leaf.tolist(), begins

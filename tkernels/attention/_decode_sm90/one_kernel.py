@@ -23,7 +23,7 @@ def decode_one_sm90_kernel(
     stride_bt, stride_ot, stride_oh, stride_lt, stride_lh,
     DTYPE: gl.constexpr, CACHE_DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr,
     BY_RANGE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
@@ -59,7 +59,7 @@ def decode_one_sm90_kernel(
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, BY_RANGE, 1, 1, HAS_WINDOW,
+                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE, 1, 1, HAS_WINDOW,
                 ),
             ),
         ],

@@ -14,13 +14,13 @@ from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, 
 def _ends(
     cu_ptr, lens_ptr, first, num_seqs, capacity, window,
     MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr,
-    UNCUT: gl.constexpr,
+    UNCUT: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """Of the sequences ``first`` to ``first + SEQS``: where the blocks of each end among all of theirs, and how many those are. None are of
     sequences with other than MIN_QUERIES to QUERIES query tokens."""
     s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
     query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
-    _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT)
+    _first, blocks, _leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST)
     blocks = gl.where((query_len >= MIN_QUERIES) & (query_len <= QUERIES), blocks, 0)
     return gl.associative_scan(blocks, 0, add), gl.sum(blocks, 0)
 
@@ -29,7 +29,7 @@ def _ends(
 def scheduler(
     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, BY_RANGE: gl.constexpr,
+    PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr, BY_RANGE: gl.constexpr,
     MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Ranges of the blocks of one KV head, all sequences one after another; a program takes its own.
@@ -38,12 +38,12 @@ def scheduler(
     group = 0
     passed = 0
     ends, here = _ends(
-        cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+        cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST
     )  # fmt: skip
     total = here
     for first in range(SEQS, num_seqs, SEQS):
         _of_group, blocks = _ends(
-            cu_ptr, lens_ptr, first, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+            cu_ptr, lens_ptr, first, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST
         )  # fmt: skip
         total += blocks
     ranges = make_ranges(total, PROGRAMS)
@@ -57,20 +57,20 @@ def scheduler(
             group = 0
             passed = 0
             ends, here = _ends(
-                cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+                cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST
             )  # fmt: skip
         while x < stop:
             while x >= passed + here:
                 passed += here
                 group += SEQS
                 ends, here = _ends(
-                    cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT
+                    cu_ptr, lens_ptr, group, num_seqs, capacity, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST
                 )  # fmt: skip
             before = ends <= x - passed
             s = group + gl.sum(before.to(gl.int32), 0)
             base = passed + gl.max(gl.where(before, ends, 0), 0)
             first_row, query_len, length = sequence(cu_ptr, lens_ptr, s, capacity)
-            first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT)
+            first_block, share, leaf = plan(length, query_len, window, HAS_WINDOW, BLOCK_N, LEAVES, UNCUT, LEAST)
             begin = gl.minimum((x - base + leaf - 1) // leaf * leaf, share)
             end = gl.minimum((stop - base + leaf - 1) // leaf * leaf, share)
             if end > begin:

@@ -31,19 +31,20 @@ class Ranges(NamedTuple):
 
 @gluon.jit
 def plan(
-    length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr
+    length, query_len, window,
+    HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
 
     An empty sequence counts as one block: someone has to write its zeros. Up to UNCUT blocks are one leaf: one program is done with them
-    before several would have folded.
+    before several would have folded. A longer one has leaves of LEAST blocks at least.
     """
     first = length * 0
     if HAS_WINDOW:
         first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
     leaf = (blocks + LEAVES - 1) // LEAVES
-    leaf = gl.maximum(leaf, 1 + (blocks > 16).to(gl.int32))  # leaves of one block only where a short sequence alone needs all the programs
+    leaf = gl.maximum(leaf, gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST))  # leaves of one block only where a short sequence alone needs all the programs
     if UNCUT > 1:
         leaf = gl.where(blocks <= UNCUT, blocks, leaf)
     return first, blocks, leaf
