@@ -92,7 +92,9 @@ def taken(batch: Batch, query: int) -> bool:
     """Whether a Gluon kernel computes sequences of ``query`` tokens."""
     inputs = check_inputs(*batch.arguments(0), 1.0, True, 0, 0.0, None, None, None, 1.0)
     arch = target_of(batch.q.device).arch
-    return decode_one_sm90.refusal(inputs, arch) is None if query == 1 else decode_sm90.refusal(inputs, arch) is None
+    if query <= decode_one_sm90.most_queries(inputs):
+        return decode_one_sm90.refusal(inputs, arch) is None
+    return decode_sm90.refusal(inputs, arch) is None
 
 
 def dependent(call: Any, number: int) -> torch.cuda.CUDAGraph:

@@ -1,7 +1,7 @@
 """Decode: attention of the last 1 to 8 tokens of each sequence over its paged KV cache.
 
-One launch whatever the batch holds (two beside prompts, ``decode_of_mixed``, and where decode_sm90.py computes sequences of 2 tokens and
-more, or decode_one_sm90.py those of one), so one captured graph serves every length and every number of live rows. The work of the whole
+One launch whatever the batch holds (two beside prompts, ``decode_of_mixed``; where decode_one_sm90.py computes sequences of few tokens, one
+for those of more), so one captured graph serves every length and every number of live rows. The work of the whole
 batch is shared out in equal ranges of key blocks, found on the device (_decode_kernel.py).
 
 **The arithmetic of a sequence is a tree fixed by its own length (and window and query length) alone**: blocks of BLOCK_N keys are

@@ -1,9 +1,9 @@
-"""Decode of sequences with 2 to 8 query tokens on Hopper, as speculative decoding makes them, by the Gluon kernel of _decode_sm90.
+"""Decode of sequences with up to 8 query tokens on Hopper, as speculative decoding makes them, by the Gluon kernel of _decode_sm90.
 
-The query rows of such a sequence, tokens times the heads of a group, are rows of one warpgroup MMA, so 8 tokens cost what 2 do. Keys
+The query rows of such a sequence, tokens times the heads of a group, are rows of one warpgroup MMA, so all cost the same. Keys
 come by TMA through six stages of 32 KiB (eight of 16 for heads of up to 64), where decode.py's pipeline holds one block of keys once it
-takes that many columns. Sequences of one query token are decode_one_sm90.py's, in every bucket: which kernel computes a sequence depends
-on its own query length alone.
+takes that many columns. Those whose rows fit the columns of decode_one_sm90.py are computed there, in every bucket: which kernel computes
+a sequence depends on its own query length and the model's shape alone. So this one has those of 5 to 8 tokens and 5 to 8 heads a group.
 
 Again a tree fixed by a sequence's own length, over equal ranges that are cut between its leaves (decode.py), with two levels: blocks of
 128 keys are folded into leaves (as many blocks each), leaves into the row. There are leaves enough for one sequence to take all programs of
@@ -56,8 +56,8 @@ def refusal(x: Inputs, arch: str) -> str | None:
     return problem
 
 
-def constants(x: Inputs, has_lse: bool, num_sms: int) -> dict[str, Any]:
-    """The kernel's constexpr arguments."""
+def constants(x: Inputs, has_lse: bool, num_sms: int, min_queries: int) -> dict[str, Any]:
+    """The kernel's constexpr arguments, for sequences of min_queries to 8 tokens."""
     dim = next_power_of_2(x.dim)
     group_rows = next_power_of_2(x.heads // x.kv_heads)
     programs = max(1, num_sms // x.kv_heads)
@@ -65,7 +65,7 @@ def constants(x: Inputs, has_lse: bool, num_sms: int) -> dict[str, Any]:
         DTYPE=_sm90.element(x.q.dtype), KV_HEADS=x.kv_heads, GROUP=x.heads // x.kv_heads, GROUP_ROWS=group_rows,
         SLOT_ROWS=QUERY_LEN * group_rows, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size, BLOCK_N=_BLOCK_N,
         K_STAGES=_STAGES[dim], V_STAGES=_STAGES[dim], PROGRAMS=programs,
-        LEAVES=min(_LEAVES, max(16, next_power_of_2(programs))), BY_RANGE=x.num_seqs > programs,
+        LEAVES=min(_LEAVES, max(16, next_power_of_2(programs))), BY_RANGE=x.num_seqs > programs, MIN_QUERIES=min_queries,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=has_lse,
     )  # fmt: skip
@@ -77,16 +77,19 @@ def boxes(dtype: torch.dtype, dim: int, page_size: int, group_rows: int) -> dict
     return {"q_desc": _sm90.box(dtype, (QUERY_LEN, group_rows, dim)), "k_desc": keys, "v_desc": keys}
 
 
-def decode_sm90(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, place: int = _dependent.ALONE) -> list[torch.Tensor]:
-    """Write the rows of every sequence with 2 to 8 query tokens. For calls of at least one sequence that ``refusal`` does not refuse.
+def decode_sm90(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_queries: int, place: int = _dependent.ALONE
+) -> list[torch.Tensor]:
+    """Write the rows of every sequence with min_queries to 8 query tokens.
 
-    place: among the launches of a set, as in _dependent.py. Returns the temporaries.
+    For calls of at least one sequence that ``refusal`` does not refuse. place: among the launches of a set, as in _dependent.py. Returns
+    the temporaries.
     """
     from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 
     x = inputs
     target = target_of(out.device)
-    constant = constants(x, lse is not None, target.num_sms)
+    constant = constants(x, lse is not None, target.num_sms, min_queries)
     programs = constant["PROGRAMS"]
     owners = min(x.num_seqs, programs)
     grid = min(target.num_sms, programs * x.kv_heads)

@@ -1,7 +1,7 @@
 """Paged attention: decode, prefill over a cached prefix and mixed batches in one op, and its form that writes into a given output.
 
 Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py. On Hopper,
-where they take the call: 1 decode_one_sm90.py, 2 to 8 decode_sm90.py, more prefill_sm90.py.
+where they take the call: up to 8, or as many as fit its columns, decode_one_sm90.py, from there to 8 decode_sm90.py, more prefill_sm90.py.
 ``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tkernels import _checks
-from tkernels._dependent import BESIDE, FIRST
+from tkernels._dependent import ALONE, BESIDE, FIRST
 from tkernels._op import define
 from tkernels._target import target_of
 from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
@@ -64,16 +64,37 @@ def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_le
     """
     arch = target_of(out.device).arch
     if decode_one_sm90.refusal(inputs, arch) is None:
-        if max_query_len <= 1:
-            return decode_one_sm90.decode_one_sm90(inputs, out, lse)
-        if decode_sm90.refusal(inputs, arch) is None:
-            kept = decode_sm90.decode_sm90(inputs, out, lse, FIRST)
-        else:
-            kept = decode(inputs, out, lse, QUERY_LEN, min_queries=2, beside=True, place=FIRST)
-        return kept + decode_one_sm90.decode_one_sm90(inputs, out, lse, BESIDE)
+        return _launch_few(inputs, out, lse, max_query_len)
     if max_query_len > QUERY_LEN:
         return decode_of_mixed(inputs, out, lse)
     return decode(inputs, out, lse, 1 if max_query_len <= 1 else QUERY_LEN)
+
+
+def _launch_few(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int) -> list[torch.Tensor]:
+    """``launch_decode`` where decode_one_sm90.py computes the sequences of 1 to ``most`` tokens.
+
+    Beside prompts most sequences have one token: a launch of their own is faster for them, and has the bits of the one for several.
+    """
+    most, prompts = decode_one_sm90.most_queries(inputs), max_query_len > QUERY_LEN
+    if max_query_len <= 1:
+        spans = [(1, 1)]  # fewest and most query tokens of the sequences of a launch
+    elif prompts and most > 1:
+        spans = [(2, most), (1, 1)]
+    else:
+        spans = [(1, most)]
+    if max_query_len > 1 and most < QUERY_LEN:
+        spans.insert(0, (most + 1, QUERY_LEN))
+    kept: list[torch.Tensor] = []
+    place = FIRST if prompts or len(spans) > 1 else ALONE
+    for fewest, queries in spans:
+        if queries <= most:
+            kept += decode_one_sm90.decode_one_sm90(inputs, out, lse, queries, fewest, place)
+        elif decode_sm90.refusal(inputs, target_of(out.device).arch) is None:
+            kept += decode_sm90.decode_sm90(inputs, out, lse, fewest, place)
+        else:
+            kept += decode(inputs, out, lse, queries, min_queries=fewest, beside=True, place=place)
+        place = BESIDE
+    return kept
 
 
 def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> None:

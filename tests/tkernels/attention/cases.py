@@ -120,7 +120,7 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None, tolera
     return error
 
 
-def check_far_pages(query_len: int) -> None:
+def check_far_pages(query_len: int, heads: int = 32) -> None:
     """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages (B098). On a GPU."""
     pages = 2_200_000_000 // (16 * 8 * 128)
     k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
@@ -129,7 +129,7 @@ def check_far_pages(query_len: int) -> None:
         cache[:20] = torch.randn((20, 16, 8, 128), device="cuda")
         cache[-20:] = cache[:20]
     table = torch.stack((torch.arange(20), torch.arange(pages - 20, pages))).int().cuda()
-    q = torch.randn((query_len, 32, 128), device="cuda").bfloat16().repeat(2, 1, 1)
+    q = torch.randn((query_len, heads, 128), device="cuda").bfloat16().repeat(2, 1, 1)
     starts, lens = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32).cuda(), torch.tensor([317, 317], dtype=torch.int32).cuda()
     out = tkernels.paged_attention(q, k_cache, v_cache, table, lens, starts, scale=0.088, max_query_len=query_len)
     assert isinstance(out, torch.Tensor)

@@ -22,7 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tkernels._triton import next_power_of_2
 from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
 from tkernels.attention._common import FP8
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
@@ -56,21 +55,23 @@ def inputs(
 def compile_case(
     kernel: str = "prefill", dim: int = 128, page_size: int = 16, dtype: str = "bfloat16", heads: int = 32, kv_heads: int = 8,
     causal: bool = True, window: int = 0, softcap: float = 0.0, sinks: bool = False, lse: bool = False, scales: bool = False,
-    pdl: int = 0, fp8: bool = False, layout: list[int] | None = None,
+    pdl: int = 0, fp8: bool = False, queries: int = 1, min_queries: int = 1, layout: list[int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """pdl: as the kernels take it. fp8: the caches. layout: of decode_one_sm90, the shipped one if None."""
+    """pdl: as the kernels take it. fp8: the caches. queries, layout: of decode_one_sm90, the shipped one if None; min_queries: of
+    both decodes."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, fp8)
     element, result, options = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)], {"num_warps": 4}
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
         constants: dict[str, Any] = dict(prefill_sm90.constants(x, lse, 9)) | {"PDL": pdl}
     elif kernel == "decode_one":
-        chosen = decode_one_sm90.Layout(*layout) if layout else decode_one_sm90.layout_of(next_power_of_2(dim), x.k_cache.element_size())
-        constants = decode_one_sm90.constants(x, lse, 132, chosen) | {"PDL": pdl}
+        chosen = decode_one_sm90.Layout(*layout) if layout else None
+        constants = decode_one_sm90.constants(x, lse, 132, queries, min_queries, chosen) | {"PDL": pdl}
+        chosen = chosen or decode_one_sm90.layout_of(constants["DIM"], x.k_cache.element_size(), columns=constants["COLUMNS"])
         function, boxes = decode_one_sm90_kernel, decode_one_sm90.boxes(x, constants)
-        options = {"num_warps": chosen.warps, "maxnreg": chosen.maxnreg}
+        options = {"num_warps": chosen.num_warps, "maxnreg": chosen.maxnreg}
     else:
-        constants = decode_sm90.constants(x, lse, 132) | {"PDL": pdl}
+        constants = decode_sm90.constants(x, lse, 132, min_queries) | {"PDL": pdl}
         function, boxes = decode_sm90_kernel, decode_sm90.boxes(x.q.dtype, dim, page_size, constants["GROUP_ROWS"])
     absent = {"lse_ptr": not lse, "sinks_ptr": not sinks, "k_scale_ptr": not scales, "v_scale_ptr": not scales}
     signature: dict[str, str] = {}

@@ -20,6 +20,7 @@ from tests.tkernels.attention.test_batches import checked
 from tkernels import _dependent, _repeats
 from tkernels.attention import paged
 from tkernels.attention._inputs import Inputs, check_inputs
+from tkernels.attention.decode import QUERY_LEN
 
 ROOT = Path(__file__).parents[3]
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
@@ -44,7 +45,7 @@ def call(page_size: int = 16, dim: int = 64, dtype: torch.dtype = torch.bfloat16
 
 
 def launches_chosen(case: Case, max_query_len: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The name and place of each launch of the op, in order; none happens. With the fixture ``on_hopper``."""
+    """The name, with query tokens, and place of each launch of the op, in order; none happens. With the fixture ``on_hopper``."""
     chosen: list[tuple[str, int]] = []
 
     def noted(kernel: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
@@ -52,7 +53,7 @@ def launches_chosen(case: Case, max_query_len: int, monkeypatch: pytest.MonkeyPa
             bound = inspect.signature(kernel).bind(*arguments, **keywords)
             bound.apply_defaults()
             of = bound.arguments
-            queries = f" {of['min_queries']} to {of['queries']}" if "queries" in of else ""
+            queries = f" {of['min_queries']} to {of.get('queries', QUERY_LEN)}" if "min_queries" in of else ""
             chosen.append((kernel.__name__ + queries, of.get("place", _dependent.ALONE)))
             return []
 
@@ -67,11 +68,13 @@ def launches_chosen(case: Case, max_query_len: int, monkeypatch: pytest.MonkeyPa
     return chosen
 
 
-def check_workspace(kernel: ModuleType, case: Case, seqs: int, mib: int) -> None:
-    """Of a call like ``case`` with ``seqs`` sequences on 132 multiprocessors: at most ``mib``, and just that with many."""
+def check_workspace(kernel: ModuleType, case: Case, seqs: int, mib: int, **keywords: int) -> None:
+    """Of a call like ``case`` with ``seqs`` sequences on 132 multiprocessors: at most ``mib``, and just that with many.
+
+    keywords: of the kernel's ``constants``."""
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
     x = checked(case)._replace(num_seqs=seqs)
-    constant = kernel.constants(x, False, 132)
+    constant = kernel.constants(x, False, 132, **keywords)
     taken = min(seqs, constant["PROGRAMS"]) * x.kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * x.dim * 4
     assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
     assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])

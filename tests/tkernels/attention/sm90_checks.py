@@ -14,10 +14,10 @@ from tests.tkernels.captured import captured
 from tkernels.attention import paged
 
 
-def on_device(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Of a call with 8 heads, 2 of keys: sinks instead of True, scales instead of "device"."""
+def on_device(keywords: dict[str, Any], heads: int = 8) -> dict[str, Any]:
+    """Of a call with as many heads, 2 of keys: sinks instead of True, scales instead of "device"."""
     made = {name: torch.tensor([0.5, 2.0], device="cuda") if value == "device" else value for name, value in keywords.items()}
-    return made | ({"sinks": torch.randn(8, device="cuda")} if "sinks" in made else {})
+    return made | ({"sinks": torch.randn(heads, device="cuda")} if "sinks" in made else {})
 
 
 def check_inside_a_wider_out(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""The Gluon kernel for one query token, over a cache of 16 bits or of e4m3. On the CPU: which calls it takes, how it
+"""The Gluon kernel for one query token and a few, over a cache of 16 bits or of e4m3. On the CPU: which calls it takes, how it
 cuts the work, and that it compiles. On a GPU: against the oracle.
 
 A wrong handshake hangs a GPU, so a test that takes longer than two minutes ends the process.
@@ -81,34 +81,49 @@ def test_taken_calls() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(("queries", "bucket"), [([1, 1], 1), ([1, 1], 8), ([1, 8], 8), ([30, 1], 30)])
+@pytest.mark.parametrize(("queries", "bucket"), [([1, 1], 1), ([1, 1], 8), ([1, 8], 8), ([3, 1], 3), ([30, 1], 30)])
 @pytest.mark.parametrize(
-    ("cache", "heads", "several", "prompts"),
+    ("cache", "heads", "dim", "most", "more", "prompts"),
     [
-        (FP8, 8, "decode 2 to 8", "prefill"),
-        (torch.bfloat16, 8, "decode_sm90", "prefill_sm90"),
-        (torch.float16, 32, "decode 2 to 8", "prefill_sm90"),
+        (FP8, 8, 128, 8, None, "prefill"),
+        (FP8, 10, 128, 4, "decode 5 to 8", "prefill"),
+        (torch.bfloat16, 2, 128, 8, None, "prefill_sm90"),
+        (torch.bfloat16, 8, 64, 8, None, "prefill_sm90"),
+        (torch.bfloat16, 16, 128, 4, "decode_sm90 5 to 8", "prefill_sm90"),
+        (torch.bfloat16, 6, 256, 2, "decode 3 to 8", "prefill_sm90"),
+        (torch.bfloat16, 10, 256, 1, "decode 2 to 8", "prefill_sm90"),
+        (torch.float16, 32, 128, 2, "decode 3 to 8", "prefill_sm90"),
     ],
 )
-def test_one_kernel_for_a_sequence_of_one_token_in_every_bucket(queries, bucket, cache, heads, several, prompts, monkeypatch) -> None:
-    """And one alone that zeroes the rows of no sequence: decode.py does where it takes one token."""
-    kernels = [("decode_one_sm90", _dependent.ALONE)]
-    if bucket > 1:
-        kernels = [(several, _dependent.FIRST), ("decode_one_sm90", _dependent.BESIDE)]
-    if bucket > 8:
-        kernels.append((prompts, _dependent.BESIDE if prompts == "prefill_sm90" else _dependent.ALONE))
-    case = make_case([40, 40], queries, **SHAPE | {"device": "cpu", "dtype": cache, "heads": heads})
-    assert launches_chosen(case, bucket, monkeypatch) == kernels
+def test_one_kernel_for_a_sequence_in_every_bucket(queries, bucket, cache, heads, dim, most, more, prompts, monkeypatch) -> None:
+    """And one alone that zeroes the rows of no sequence. Beside prompts those of one token have their own launch."""
+    one = "decode_one_sm90 1 to 1"
+    if bucket == 1:
+        names = [one]
+    elif bucket <= 8 or most == 1:
+        names = [more, f"decode_one_sm90 1 to {most}"]
+    else:
+        names = [more, f"decode_one_sm90 2 to {most}", one]
+    names = [name for name in names if name] + ([prompts] if bucket > 8 else [])
+    places = [_dependent.FIRST if len(names) > 1 else _dependent.ALONE] + [_dependent.BESIDE] * (len(names) - 1)
+    if names[-1] == "prefill":
+        places[-1] = _dependent.ALONE
+    case = make_case([40, 40], queries, **SHAPE | {"device": "cpu", "dtype": cache, "heads": heads, "dim": dim})
+    assert launches_chosen(case, bucket, monkeypatch) == list(zip(names, places, strict=True))
 
 
 @pytest.mark.usefixtures("gluon_compiles")
 @pytest.mark.parametrize("seqs", [1, 16, 8192])
-@pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(32, 8, 4), (64, 8, 8), (8, 1, 33), (16, 1, 66)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "mib"),
+    [(32, 8, 1, 4), (64, 8, 1, 8), (8, 1, 1, 33), (16, 1, 1, 66), (32, 8, 8, 32), (64, 8, 4, 32), (8, 8, 8, 8), (8, 1, 4, 132)],
+)
 @caches
-def test_the_workspace_is_bounded_by_the_device(cache, heads: int, kv_heads: int, mib: int, seqs: int) -> None:
+def test_the_workspace_is_bounded_by_the_device(cache, heads: int, kv_heads: int, queries: int, mib: int, seqs: int) -> None:
     """Beside the states: whatever the number of sequences."""
     case = make_case([2], [1], **SHAPE | {"heads": heads, "kv_heads": kv_heads, "device": "cpu", "dtype": cache})
-    check_workspace(decode_one_sm90, case, seqs, mib)
+    assert queries in (1, decode_one_sm90.most_queries(checked(case)))
+    check_workspace(decode_one_sm90, case, seqs, mib, queries=queries)
 
 
 # ---- how the work is cut
@@ -128,7 +143,9 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def found(lens: list[int], constant: dict[str, Any], window: int = 0) -> tuple[list[int], list[int], list[int]]:
         n = torch.tensor(lens)
-        _first, blocks, leaf = shared.plan.fn(n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"], constant["LEAST"])
+        _first, blocks, leaf = shared.plan.fn(
+            n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"], constant["LEAST"]
+        )
         ranges = shared.make_ranges.fn(blocks.sum(), constant["PROGRAMS"])
         begins = [int(shared.range_begin.fn(ranges, j)) for j in range(constant["PROGRAMS"] + 1)]
         return blocks.tolist(), leaf.tolist(), begins
@@ -178,20 +195,25 @@ def test_leaves_are_taken_once_and_evenly(cut, cache, dim, heads, kv_heads) -> N
 
 def verify_compiled(cases: list[dict[str, Any]]) -> None:
     for case, facts in zip(cases, compile_offline([{"kernel": "decode_one"} | case for case in cases]), strict=True):
-        assert facts["spills"] <= (128 if case.get("dim", 128) > 128 else 0), (case, facts)  # bytes
-        dim, columns, fp8 = next_power_of_2(case.get("dim", 128)), 16 if case.get("heads") == 128 else 8, case.get("fp8", False)
-        layout = decode_one_sm90.Layout(*case["layout"]) if "layout" in case else decode_one_sm90.layout_of(dim, 1 if fp8 else 2)
-        assert facts["registers"] <= 65536 // 256 // layout.programs_per_sm, (case, facts)  # of the 256 threads of each
+        dim, fp8, queries = next_power_of_2(case.get("dim", 128)), case.get("fp8", False), case.get("queries", 1)
+        columns = max(8, queries * next_power_of_2(case.get("heads", 32) // case.get("kv_heads", 8)))
+        layout = decode_one_sm90.Layout(*case["layout"]) if "layout" in case else None
+        layout = layout or decode_one_sm90.layout_of(dim, 1 if fp8 else 2, columns=columns)
+        # bytes; of several tokens some of the words that describe a segment, one of which is read a block
+        spilling = dim > 128 or (dim == 128 and queries > 1 and (fp8 or "window" in case))
+        assert facts["spills"] <= (128 if spilling else 0), (case, facts)
+        assert facts["registers"] <= 65536 // (32 * (layout.num_warps + 4)) // layout.programs_per_sm, (case, facts)
         assert layout.programs_per_sm * (facts["shared"] + 1024) <= 228 << 10, (case, facts)
         if facts["give_backs"] is not None:  # two for each kind of block, and the assembler has not seen through what they depend on
             assert facts["give_backs"] == 4 and facts["leading_zeros"] >= 4, (case, facts)
         # of a block with and of one without masks; of each, both products
-        assert facts["mma"] == 4 * (layout.block_n // layout.warps // 16) * (dim // 16) * (columns // 8), (case, facts)
+        assert facts["mma"] == 4 * (layout.block_n // layout.warps // 16) * (dim // 16) * (columns // 8 // layout.split), (case, facts)
 
 
 def test_compiles_for_sm_90() -> None:
     many = list(decode_one_sm90.layout_of(64, 2, 64))
     verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"dim": 64, "layout": many}, {"dim": 256}, {"pdl": 1, "fp8": True}])
+    verify_compiled([{"queries": 8}, {"queries": 8, "fp8": True, "pdl": 2}, {"queries": 8, "heads": 16, "min_queries": 2}])
 
 
 def test_layouts_of_many_sequences_have_the_arithmetic_of_few() -> None:
@@ -199,6 +221,13 @@ def test_layouts_of_many_sequences_have_the_arithmetic_of_few() -> None:
         few = decode_one_sm90.layout_of(dim, itemsize)
         assert decode_one_sm90.layout_of(dim, itemsize, decode_one_sm90._MANY) == many != few
         free = dict.fromkeys(("k_stages", "v_stages", "programs_per_sm"), 0)
+        assert few._replace(**free) == many._replace(**free)
+
+
+def test_layouts_of_many_columns_have_the_arithmetic_of_few() -> None:
+    for itemsize, dim in decode_one_sm90._LAYOUTS:
+        few, many = decode_one_sm90.layout_of(dim, itemsize), decode_one_sm90.layout_of(dim, itemsize, 64, 32)
+        free = dict.fromkeys(("k_stages", "v_stages", "programs_per_sm", "split"), 0)
         assert few._replace(**free) == many._replace(**free)
 
 
@@ -213,6 +242,14 @@ def test_every_specialisation_compiles(fp8: bool) -> None:
         + [{"kv_heads": 32}, {"heads": 28, "kv_heads": 4}]
         + ([] if fp8 else [{"dim": 256, "heads": 64} | everything, {"dim": 192, "page_size": 64}])
         + ([] if fp8 else [{"dim": 64, "heads": 128, "layout": list(decode_one_sm90.layout_of(64, 2, 64))} | everything])
+        + [
+            {"queries": queries, "dim": dim, "heads": heads} | features
+            for queries, heads in ((8, 32), (8, 16), (4, 64))
+            for dim in (64, 128)
+            for features in ({}, everything, {"causal": False, "dtype": "float16"})
+        ]
+        + [{"queries": 8, "heads": 8}, {"queries": 8, "window": 100}, {"queries": 8, "softcap": 30.0}, {"queries": 8, "scales": True}]
+        + ([] if fp8 else [{"queries": 2, "dim": 256} | everything, {"queries": 8, "dim": 256, "heads": 8}])
     )
     verify_compiled([case | {"fp8": fp8} for case in cases])
 
@@ -239,12 +276,16 @@ def verify(*arguments: Any, **keywords: Any) -> Case:
 RAGGED = [1000, 33, 0, 700, 129, 5000, 300, 12, 8, 2, 2049]
 
 
+QUERIES = [1, 8, 2, 5, 3, 2, 4, 7, 8, 2, 6]  # query tokens, of as many sequences
+
+
 @gpu
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 2047, 2048, 2049, 8191, 8192, 8193, 20000])
 @caches
 def test_lengths(taken, cache, length):
     verify([length], cache=cache, q_dtype=torch.bfloat16)
     verify([length] * 3, cache=cache)
+    verify([length] * 3, [max(1, min(length, n)) for n in (2, 5, 8)], cache=cache)
 
 
 @gpu
@@ -259,6 +300,11 @@ def test_odd_sequences(taken, cache, keywords):
     assert all(map(torch.equal, attend(case), expected))
     verify([0, 0, 0], cache=cache, **keywords)
     verify([300, 40, 0], [3, 8, 2], extra_rows=3, max_query_len=8, cache=cache, **keywords)
+    case = case_of([304, 304, 0, 3, 1, 0], [4, 8, 2, 8, 2, 0], extra_rows=2, sinks=torch.randn(8, device="cuda"), cache=cache, **keywords)
+    expected = attend(case)
+    check(case, *expected)
+    case.seq_lens[:2] = 1 << 30
+    assert all(map(torch.equal, attend(case), expected))
 
 
 @gpu
@@ -269,7 +315,8 @@ def test_odd_sequences(taken, cache, keywords):
 )
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 def test_pages_and_dims(taken, dim, page_size, cache, queries):
-    verify(RAGGED, dim=dim, page_size=page_size, cache=cache, q_dtype=queries, extra_rows=3)
+    for query_lens in (None, QUERIES):
+        verify(RAGGED, query_lens, dim=dim, page_size=page_size, cache=cache, q_dtype=queries, extra_rows=3)
 
 
 @gpu
@@ -278,7 +325,9 @@ def test_pages_and_dims(taken, dim, page_size, cache, queries):
 )
 def test_head_dimensions_between(taken, cache, dim):
     """Columns that fill a block up to a power of two are neither read nor written."""
-    sm90_checks.check_inside_a_wider_out(verify(RAGGED, dim=dim, cache=cache, extra_rows=3, sinks=torch.randn(8, device="cuda")))
+    for query_lens in (None, QUERIES):
+        case = verify(RAGGED, query_lens, dim=dim, cache=cache, extra_rows=3, sinks=torch.randn(8, device="cuda"))
+        sm90_checks.check_inside_a_wider_out(case)
 
 
 @gpu
@@ -286,7 +335,9 @@ def test_head_dimensions_between(taken, cache, dim):
 @caches
 def test_group_ratios(taken, cache, heads, kv_heads):
     """300 KV heads: more than there are programs."""
-    verify(RAGGED if kv_heads < 300 else [300, 0, 33, 129], cache=cache, heads=heads, kv_heads=kv_heads)
+    lens = RAGGED if kv_heads < 300 else [300, 0, 33, 129]
+    for query_lens in (None, QUERIES[: len(lens)]):
+        verify(lens, query_lens, cache=cache, heads=heads, kv_heads=kv_heads)
 
 
 @gpu
@@ -302,14 +353,29 @@ def test_group_ratios(taken, cache, heads, kv_heads):
 @pytest.mark.parametrize(("dim", "cache"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, FP8), (128, FP8)])
 def test_features(taken, cache, dim, keywords):
     lens = RAGGED * 3 if dim == 64 else RAGGED  # many sequences of 64 dimensions take another number of programs
-    verify(lens, dim=dim, cache=cache, extra_rows=3, **sm90_checks.on_device(keywords))
+    for query_lens in (None, QUERIES * (len(lens) // len(RAGGED))):
+        verify(lens, query_lens, dim=dim, cache=cache, extra_rows=3, **sm90_checks.on_device(keywords))
+
+
+@gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+@caches
+def test_queries_of_others_in_the_columns_of_a_sequence_change_no_bit(taken, cache, heads, value):
+    """The box of a sequence of 3 tokens holds the next one's too, and with 3 heads a group one of another KV head."""
+    case = case_of([1000, 300, 700, 64], [3, 2, 5, 1], heads=heads, cache=cache, q_dtype=torch.bfloat16)
+    out, lse = attend(case)
+    case.q[3:5] = case.q[10:] = value
+    again, again_lse = attend(case)
+    for rows in (slice(0, 3), slice(5, 10)):
+        assert torch.equal(again[rows], out[rows]) and torch.equal(again_lse[rows], lse[rows])
 
 
 @gpu
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e4, 1e30])
 def test_queries_of_any_size(taken, size):
     """Products are in fp16, which such a q does not fit."""
-    case = case_of(RAGGED, cache=FP8, q_dtype=torch.bfloat16)
+    case = case_of(RAGGED, QUERIES, cache=FP8, q_dtype=torch.bfloat16)
     case.q = (case.q.float() * size).bfloat16()
     case.keywords["scale"] = 0.088 / max(size, 1e-6)
     check(case, *attend(case))
@@ -326,7 +392,8 @@ def test_beside_queries_of_other_kinds(taken, cache):
 @pytest.mark.parametrize("window", [1, 40, 300])
 @caches
 def test_pages_before_the_window_belong_to_others(taken, cache, window, freed):
-    sm90_checks.check_pages_before_the_window(case_of([700, 1500, 129], window=window, cache=cache), freed)
+    for query_lens in (None, [2, 8, 3]):
+        sm90_checks.check_pages_before_the_window(case_of([700, 1500, 129], query_lens, window=window, cache=cache), freed)
 
 
 @gpu
@@ -334,6 +401,8 @@ def test_pages_before_the_window_belong_to_others(taken, cache, window, freed):
 @caches
 def test_shared_memory_that_another_kernel_left(taken, cache, value):
     cases = [case_of(lens, heads=heads, kv_heads=1, cache=cache) for lens, heads in (([128], 1), ([200, 300], 8), ([3000, 300, 0], 8))]
+    batches = ([128], [2], 1), ([200, 300], [8, 1], 4), ([3000, 300, 0], [2, 3, 4], 8)
+    cases += [case_of(lens, query_lens, heads=heads, kv_heads=1, cache=cache) for lens, query_lens, heads in batches]
     sm90_checks.check_after_filling_shared_memory(value, cases)
 
 
@@ -343,7 +412,7 @@ def test_shared_memory_that_another_kernel_left(taken, cache, value):
 @caches
 def test_more_sequences_than_the_scheduler_searches_at_once(taken, cache, dim, kv_heads):
     lens = [int(2.0 ** (11 * x)) for x in torch.rand(400).tolist()]
-    query_lens = [1 + (i % 3 == 0) for i in range(400)]
+    query_lens = [1 if i % 3 == 0 else min(n, 1 + i % 8) for i, n in enumerate(lens)]
     lens[7] = query_lens[7] = 0
     verify(lens, query_lens, kv_heads=kv_heads, dim=dim, extra_rows=5, cache=cache)
 
@@ -351,11 +420,19 @@ def test_more_sequences_than_the_scheduler_searches_at_once(taken, cache, dim, k
 @gpu
 @pytest.mark.parametrize(
     ("dim", "heads", "cache"),
-    [*((dim, heads, cache) for dim, heads in [(64, 8), (128, 8), (128, 32)] for cache in (torch.bfloat16, FP8)), (256, 8, torch.bfloat16)],
+    [
+        *(
+            (dim, heads, cache)
+            for dim, heads in [(64, 8), (128, 2), (128, 4), (128, 8), (128, 16), (128, 32)]
+            for cache in (torch.bfloat16, FP8)
+        ),
+        (256, 8, torch.bfloat16),
+    ],
 )
 def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, cache, dim, heads):
-    lens = [1000, 300, 9000, 129, 2000, 64, 200, 4097]
-    case = case_of(lens, [1, 8, 1, 1, 2, 1, 1, 1], dim=dim, heads=heads, cache=cache)
+    """Of sequences of one token too, whose launch has fewer columns alone."""
+    lens = [1000, 300, 9000, 129, 2000, 64, 200, 4097, 1500, 700]
+    case = case_of(lens, [1, 8, 1, 1, 2, 1, 1, 4, 3, 6], dim=dim, heads=heads, cache=cache)
     out, lse = sm90_checks.check_bits_alone(case, 8, 200)
     padded = Case(
         torch.cat((case.q, torch.full_like(case.q, float("nan")))), case.k_cache, case.v_cache,
@@ -368,9 +445,42 @@ def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, cache, dim, hea
 
 
 @gpu
+@pytest.mark.parametrize("queries", [2, 4])
 @caches
-def test_a_thousand_runs_beside_other_work(taken, cache):
-    sm90_checks.check_a_thousand_runs_beside_other_work(case_of([int(n) for n in torch.randint(8, 6000, (40,))], cache=cache))
+def test_columns_of_a_launch_change_no_bit(taken, cache, queries):
+    """Of sequences that launches of 8, 16 and 32 columns take."""
+    case = case_of([1000, 300, 9000, 129, 64, 4097], [1, queries, 1, queries, 2, 1], cache=cache)
+    results = []
+    for most in (queries, 2 * queries):
+        out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device="cuda")
+        decode_one_sm90.decode_one_sm90(checked(case), out, lse, most)
+        results.append((out, lse))
+    check(case, *results[0])
+    assert all(map(torch.equal, *results))
+
+
+@gpu
+@pytest.mark.parametrize("query_lens", [[1], range(1, 9)], ids=["one", "few"])
+@caches
+def test_a_thousand_runs_beside_other_work(taken, cache, query_lens):
+    lens = [int(n) for n in torch.randint(8, 6000, (40,))]
+    sm90_checks.check_a_thousand_runs_beside_other_work(case_of(lens, [*query_lens] * (40 // len(query_lens)), cache=cache))
+
+
+@gpu
+@caches
+@pytest.mark.parametrize(("dim", "heads", "split"), [(128, 8, 2), (64, 8, 2), (128, 4, 1)])
+@pytest.mark.parametrize(("most", "count", "kv_heads", "runs"), [(3000, 70, 2, 1000), (200, 600, 2, 500)], ids=["blocks", "segments"])
+def test_stages_of_several_tokens_that_come_round_at_once(taken, monkeypatch, most, count, kv_heads, runs, cache, dim, heads, split):
+    layout = decode_one_sm90.Layout(64, 4, 2, 2, 1, split=split)
+    monkeypatch.setattr(decode_one_sm90, "layout_of", lambda *shape: layout)
+    lens = [int(n) for n in torch.randint(8, most, (count,))]
+    case = case_of(lens, [1 + i % 8 for i in range(count)], cache=cache, dim=dim, heads=heads, kv_heads=kv_heads)
+    out, lse = attend(case)
+    check(case, out, lse)
+    for _ in range(runs):
+        again = attend(case)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
 @gpu
@@ -403,7 +513,8 @@ def test_bits_in_batches_of_few_and_of_many(taken, dim):
 @gpu
 @caches
 def test_dependent_launch_has_the_same_bits(taken, cache):
-    sm90_checks.check_dependent_launches(case_of([1000, 33, 300, 12, 5000], cache=cache))
+    for query_lens in (None, [3, 8, 1, 7, 2]):
+        sm90_checks.check_dependent_launches(case_of([1000, 33, 300, 12, 5000], query_lens, cache=cache))
 
 
 @gpu

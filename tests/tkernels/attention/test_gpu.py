@@ -43,7 +43,7 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
 
 @pytest.mark.parametrize(
     "shape", [{"dim": 128}, {"dim": 256}, {"dim": 128, "dtype": torch.float8_e4m3fn}], ids=str
-)  # 256: no Gluon kernel for 2 to 8 tokens; e4m3: one for 1, none for prompts under fp16 queries
+)  # 256: a Gluon kernel for few tokens, the plain one for up to 8; e4m3: no Gluon kernel for prompts under fp16 queries
 @pytest.mark.parametrize("queries", [[1] * 20 + [3, 8], [1] * 20 + [3, 8, 300, 40], [1] * 40 + [2000], [5] * 20])
 @pytest.mark.parametrize("dependent", [False, True])
 def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_stands_after(

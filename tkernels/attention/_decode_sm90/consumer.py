@@ -108,7 +108,7 @@ def _fold(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, max(4, DIM // 32)], [max(128 // DIM, 1), min(DIM // 4, 32)], [gl.num_warps(), 1], [1, 0])
     UNROLL: gl.constexpr = 16 if DIM <= 128 else 8  # leaves that are on their way, in 128 registers a thread
-    ROWS_AT_ONCE: gl.constexpr = min(FOLD_ROWS, SLOT_ROWS)
+    ROWS_AT_ONCE: gl.constexpr = min(FOLD_ROWS * gl.num_warps() // 4, SLOT_ROWS)
     last = gl.minimum(query_len * GROUP_ROWS, SLOT_ROWS)
     rows = gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, gl.SliceLayout(0, layout))

@@ -5,7 +5,7 @@ dimensions of K (q is permuted alike), or an eighth of those of V (the output is
 its registers of the operand, read 16 at a time; the swizzle of TMA makes that free of conflicts.
 
 V's rows are wanted in pairs of keys: two bytes of each are interleaved while they are widened to fp16, which holds every e4m3 value. P
-leaves the first product with a thread per key, and is wanted with a thread per head: ``movmatrix`` transposes 8 × 8.
+leaves the first product with a thread per key, and is wanted with a thread per column: ``movmatrix`` transposes 8 × 8.
 
 Of a warp's 32 lanes, g is lane // 4 and t is lane % 4, as in the description of mma.m16n8k16 in the PTX manual.
 """
@@ -23,21 +23,40 @@ def bits(n):
 
 
 @gluon.constexpr_function
-def _k_layout(BLOCK_N, D, WARPS):
-    """[keys, dims]: lane (g, t) has dims t · D/4 … of keys g, g + 8, … of its warp."""
-    keys = BLOCK_N // WARPS
-    registers = [[0, 1 << i] for i in range(bits(D // 4))] + [[1 << i, 0] for i in range(3, bits(keys))]
-    lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[keys << i, 0] for i in range(bits(WARPS))], [], [BLOCK_N, D])
+def key_warps(mma):
+    """Warps that each have keys of their own."""
+    return mma.warps_per_cta[0]
 
 
 @gluon.constexpr_function
-def _v_layout(BLOCK_N, D, WARPS):
+def column_warps(mma):
+    """Warps that share the columns of the same keys: eight to each in turn."""
+    return mma.warps_per_cta[2]
+
+
+@gluon.constexpr_function
+def warp_bases(mma, keys, axis):
+    """Of a layout [keys, dims] (axis 0) or [dims, keys] (axis 1): ``keys`` to each warp, those that share columns the same ones."""
+    own = [[keys << i, 0] if axis == 0 else [0, keys << i] for i in range(bits(key_warps(mma)))]
+    return [[0, 0]] * bits(column_warps(mma)) + own
+
+
+@gluon.constexpr_function
+def _k_layout(BLOCK_N, D, mma):
+    """[keys, dims]: lane (g, t) has dims t · D/4 … of keys g, g + 8, … of its warp."""
+    keys = BLOCK_N // key_warps(mma)
+    registers = [[0, 1 << i] for i in range(bits(D // 4))] + [[1 << i, 0] for i in range(3, bits(keys))]
+    lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warp_bases(mma, keys, 0), [], [BLOCK_N, D])
+
+
+@gluon.constexpr_function
+def _v_layout(BLOCK_N, D, mma):
     """[keys, dims]: lane (g, t) has dims g · D/8 … of keys 2t, 2t + 1, 2t + 8, … of its warp; four dims of two keys lie together."""
-    keys = BLOCK_N // WARPS
+    keys = BLOCK_N // key_warps(mma)
     registers = [[0, 1], [0, 2], [1, 0]] + [[0, 1 << i] for i in range(2, bits(D // 8))] + [[1 << i, 0] for i in range(3, bits(keys))]
     lanes = [[2, 0], [4, 0], [0, D // 8], [0, D // 4], [0, D // 2]]
-    return gl.DistributedLinearLayout(registers, lanes, [[keys << i, 0] for i in range(bits(WARPS))], [], [BLOCK_N, D])
+    return gl.DistributedLinearLayout(registers, lanes, warp_bases(mma, keys, 0), [], [BLOCK_N, D])
 
 
 @gluon.jit
@@ -74,8 +93,8 @@ def _widen_v_masked(v, mask):
 @gluon.jit
 def load_k(block, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr):
     """K of a block [keys, D] → the operand [warps, KEYS, D], its dims permuted: thread t of a product's four has D/4 that lie together."""
-    WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = _k_layout(WARPS * KEYS, D, WARPS)
+    WARPS: gl.constexpr = key_warps(mma)
+    layout: gl.constexpr = _k_layout(WARPS * KEYS, D, mma)
     k = _widen_k(block.load(layout))
     k = k.reshape([WARPS, KEYS, 4, D // 16, 2, 2]).permute([0, 1, 3, 4, 2, 5]).reshape([WARPS, KEYS, D])
     return gl.convert_layout(k, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
@@ -86,8 +105,8 @@ def load_v(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.const
     """V of a block [keys, D] → the operand Vᵀ [warps, D, KEYS], whose dims are permuted: row 16 j + 8 h + g is dim g · D/8 + 2 j + h.
 
     MASKED: keys before ``begin`` and from ``end`` on become 0: what no query may see may be NaN, and 0 · NaN is NaN."""
-    WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = _v_layout(WARPS * KEYS, D, WARPS)
+    WARPS: gl.constexpr = key_warps(mma)
+    layout: gl.constexpr = _v_layout(WARPS * KEYS, D, mma)
     v = block.load(layout)
     if MASKED:
         row = gl.arange(0, WARPS * KEYS, gl.SliceLayout(1, layout))
@@ -112,11 +131,13 @@ def transpose(p, mma: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _q_layout(N, D, WARPS):
-    """[heads, dims]: lane (g, t) has dims t · D/4 … of heads g, g + 8; all warps the same."""
-    registers = [[0, 1 << i] for i in range(bits(D // 4))] + [[1 << i, 0] for i in range(3, bits(N))]
+def _q_layout(N, D, mma):
+    """[columns, dims]: lane (g, t) has dims t · D/4 … of columns g, g + 8, … of its warp; those of other keys have the same."""
+    split = bits(column_warps(mma))
+    registers = [[0, 1 << i] for i in range(bits(D // 4))] + [[1 << i, 0] for i in range(3 + split, bits(N))]
     lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * bits(WARPS), [], [N, D])
+    warps = [[8 << i, 0] for i in range(split)] + [[0, 0]] * bits(key_warps(mma))
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [N, D])
 
 
 @gluon.jit
@@ -126,9 +147,9 @@ def load_q(q_block, mma: gl.constexpr):
     The power is the largest element's (2^-60 at least, 1 of zeros), so that all fit fp16 and only what is far below it is rounded."""
     N: gl.constexpr = q_block.shape[0]
     D: gl.constexpr = q_block.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
+    WARPS: gl.constexpr = key_warps(mma)
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    layout: gl.constexpr = _q_layout(N, D, WARPS)
+    layout: gl.constexpr = _q_layout(N, D, mma)
     q = q_block.load(layout).to(gl.float32)
     largest = gl.max(gl.abs(q), 1)
     exponent = gl.minimum(gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 67), 253)

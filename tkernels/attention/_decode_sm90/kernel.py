@@ -20,7 +20,7 @@ from tkernels._gluon import depart, enter
 from tkernels.attention._decode_sm90.consumer import consumer
 from tkernels.attention._decode_sm90.loader import loader
 from tkernels.attention._decode_sm90.scheduler import scheduler
-from tkernels.attention._decode_sm90.shared import HANDSHAKE, MIN_QUERIES, Q_STAGES, QUERIES, ROWS, make_rings
+from tkernels.attention._decode_sm90.shared import HANDSHAKE, Q_STAGES, QUERIES, ROWS, make_rings
 from tkernels.attention._sm90_gluon import FIRST_BARRIER
 
 
@@ -33,7 +33,7 @@ def decode_sm90_kernel(
     DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, SLOT_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
-    LEAVES: gl.constexpr, BY_RANGE: gl.constexpr,
+    LEAVES: gl.constexpr, BY_RANGE: gl.constexpr, MIN_QUERIES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip

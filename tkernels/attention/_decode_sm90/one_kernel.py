@@ -1,4 +1,4 @@
-"""The Gluon kernel of decode_one_sm90.py: kernel.py's roles and handshakes, for sequences of one query token.
+"""The Gluon kernel of decode_one_sm90.py: kernel.py's roles and handshakes, for sequences of one query token or a few.
 
 Its consumer (one_consumer.py) multiplies on the older tensor cores, from registers.
 """
@@ -24,19 +24,20 @@ def decode_one_sm90_kernel(
     DTYPE: gl.constexpr, CACHE_DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr,
-    BY_RANGE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    BY_RANGE: gl.constexpr, MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As decode_sm90_kernel, with boxes of [1, COLUMNS, DIM] for q and SLOT_ROWS rows a slot, GROUP rounded up to a power of two. Also
-    writes zeros into the rows of no sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3."""
+    """As decode_sm90_kernel, for sequences of MIN_QUERIES to QUERIES tokens, with boxes of [QUERIES, COLUMNS // QUERIES, DIM] for q and
+    SLOT_ROWS rows a slot, QUERIES times GROUP rounded up to a power of two. With MIN_QUERIES 1 also writes zeros into the rows of no
+    sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3. SPLIT: warps that share the columns of the same keys."""
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], CACHE_DTYPE)
     k_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
     v_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [V_STAGES, BLOCK_N, DIM], layout)
-    # half of the consumer's accumulators, whose warps are summed where a leaf ends; swizzled, so that neither side has conflicts
+    # a part of the consumer's accumulators, whose warps are summed where a leaf ends; swizzled, so that neither side has conflicts
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() * COLUMNS // 2, DIM], swizzled)
+    scratch = gl.allocate_shared_memory(gl.float32, [gl.num_warps() // SPLIT * (min(COLUMNS, 16) // 2), DIM], swizzled)
     q_full, q_empty, ks, vs, segments = make_rings(k_blocks, v_blocks)
     enter(PDL)
     gl.static_assert(ONE_FIRST_BARRIER + K_STAGES + V_STAGES <= 16, "a multiprocessor has 16 named barriers")
@@ -50,7 +51,7 @@ def decode_one_sm90_kernel(
                     num_seqs, num_tokens, qk_scale, softcap, v_factor, window, stride_ks, stride_vs,
                     stride_ot, stride_oh, stride_lt, stride_lh, q_shared, q_full, q_empty, ks, vs, scratch, segments,
                     KV_HEADS, GROUP, SLOT_ROWS, HEAD_DIM, BLOCK_N, K_STAGES, V_STAGES, LEAVES, HANDSHAKE,
-                    HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
+                    MIN_QUERIES, QUERIES, SPLIT, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_K_SCALE, HAS_V_SCALE, HAS_LSE,
                 ),
             ),
             (loader, (k_desc, table_ptr, ks, segments, ONE_FIRST_BARRIER, HANDSHAKE, K_STAGES, DIM, PAGE, BLOCK_N)),
@@ -59,7 +60,8 @@ def decode_one_sm90_kernel(
                 scheduler,
                 (
                     q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, COLUMNS, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE, 1, 1, HAS_WINDOW,
+                    KV_HEADS, GROUP, COLUMNS // QUERIES, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE,
+                    MIN_QUERIES, QUERIES, HAS_WINDOW,
                 ),
             ),
         ],

@@ -11,13 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tkernels.attention._sm90_gluon import WORK_STAGES, Stages, Work, get_word
 
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
-MIN_QUERIES = gl.constexpr(2)
 QUERIES = gl.constexpr(8)
-FOLD_ROWS = gl.constexpr(8)  # query rows that are folded at once: the fewest that a slot has
+FOLD_ROWS = gl.constexpr(8)  # query rows that four warps fold at once
 SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
 FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
 Q_STAGES = gl.constexpr(2)
-ONE_FIRST_BARRIER = gl.constexpr(5)  # of the kernel for one token: its roles beside the consumer are three
+ONE_FIRST_BARRIER = gl.constexpr(5)  # of the kernel for few tokens: its roles beside the consumer are three
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
 
 
@@ -44,7 +43,9 @@ def plan(
         first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
     leaf = (blocks + LEAVES - 1) // LEAVES
-    leaf = gl.maximum(leaf, gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST))  # leaves of one block only where a short sequence alone needs all the programs
+    leaf = gl.maximum(
+        leaf, gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST)
+    )  # leaves of one block only where a short sequence alone needs all the programs
     if UNCUT > 1:
         leaf = gl.where(blocks <= UNCUT, blocks, leaf)
     return first, blocks, leaf

@@ -9,11 +9,11 @@ from tkernels.attention._decode_sm90.fp8_operands import bits
 
 
 @gluon.constexpr_function
-def row_layouts(N, D, WARPS):
-    """Of the state of all warps: (accumulators of every second head [warps, N / 2, D], m and l [warps, N], their sum [N, D]).
+def row_layouts(N, D, WARPS, SPLIT):
+    """Of the state of all warps: (accumulators of every second column [warps, N / 2, D], m and l [warps, N], their sum [N, D]). N: 8 or 16.
 
-    A thread has the same element of all warps; lanes run along D, four elements each, then along heads, and so do warps."""
-    w = bits(WARPS)
+    A thread has the same element of the warps of all keys; lanes run along D, four elements each, then along columns, and so do warps."""
+    w = bits(WARPS * SPLIT)
     free = [("d", i) for i in range(2, bits(D))] + [("n", i) for i in range(bits(N // 2))]
     lanes = (free[:5] + [None] * 5)[:5]
     warps = (free[5 : 5 + w] + [None] * w)[:w]
@@ -28,7 +28,7 @@ def row_layouts(N, D, WARPS):
     def whole(x):
         return [0, 0] if x is None else [0, 1 << x[1]] if x[0] == "d" else [2 << x[1], 0]
 
-    sources = [1 << i for i in range(w)]
+    sources = [1 << i for i in range(bits(WARPS))]
     layout_half = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2]] + [[i, 0, 0] for i in sources] + [half(x) for x in rest],
         [half(x) for x in lanes], [half(x) for x in warps], [], [WARPS, N // 2, D],
@@ -43,18 +43,50 @@ def row_layouts(N, D, WARPS):
     return layout_half, layout_narrow, layout_whole
 
 
+@gluon.constexpr_function
+def whole_layout(N, D, WARPS, SPLIT):
+    """Of the sum [N, D]: of more than 16 columns each thread has the same of all sixteens."""
+    of = row_layouts(min(N, 16), D, WARPS, SPLIT)[2]
+    more = [[16 << i, 0] for i in range(bits(max(N // 16, 1)))]
+    return gl.DistributedLinearLayout(of.reg_bases + more, of.lane_bases, of.warp_bases, [], [N, D])
+
+
 @gluon.jit
-def merge_warps(m, l, acc, scratch, WIDE: gl.constexpr):
-    """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order."""
+def merge_warps(m, l, acc, scratch, SPLIT: gl.constexpr, WIDE: gl.constexpr):
+    """The warps' states of a leaf as one: (m [N], l [N], acc [N, D]), summed in the order of the warps, dims in their own order.
+
+    Of 32 columns 16 at a time: what the warps exchange must fit beside the stages."""
     WARPS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
     N: gl.constexpr = acc.shape[2]
-    layouts: gl.constexpr = row_layouts(N, D, WARPS)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    if N <= 16:
+        m, l, acc = _merge_columns(m, l, acc, scratch, SPLIT, WIDE)
+    else:
+        ma, mb = gl.split(m.reshape([WARPS, 2, 16]).permute([0, 2, 1]))
+        la, lb = gl.split(l.reshape([WARPS, 2, 16]).permute([0, 2, 1]))
+        a, b = gl.split(acc.reshape([WARPS, D, 2, 16]).permute([0, 1, 3, 2]))
+        ma, la, a = _merge_columns(ma, la, a, scratch, SPLIT, WIDE)
+        mb, lb, b = _merge_columns(mb, lb, b, scratch, SPLIT, WIDE)
+        whole: gl.constexpr = whole_layout(N, D, WARPS, SPLIT)
+        rows: gl.constexpr = gl.SliceLayout(1, whole)
+        m = gl.convert_layout(gl.join(ma, mb).permute([1, 0]).reshape([N]), rows)
+        l = gl.convert_layout(gl.join(la, lb).permute([1, 0]).reshape([N]), rows)
+        acc = gl.convert_layout(gl.join(a, b).permute([2, 0, 1]).reshape([N, D]), whole, assert_trivial=True)
+    return m, l, acc
+
+
+@gluon.jit
+def _merge_columns(m, l, acc, scratch, SPLIT: gl.constexpr, WIDE: gl.constexpr):
+    """``merge_warps`` of 8 or 16 columns, l [warps, N]."""
+    WARPS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    layouts: gl.constexpr = row_layouts(N, D, WARPS, SPLIT)
     half: gl.constexpr = layouts[0]
     narrow: gl.constexpr = layouts[1]
     whole: gl.constexpr = layouts[2]
     rows: gl.constexpr = gl.SliceLayout(1, whole)
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     ml = gl.join(m, l)
     m, l = gl.split(gl.convert_layout(ml, _join_layout(narrow)))
     m = gl.convert_layout(m, narrow, assert_trivial=True)
@@ -95,7 +127,7 @@ def _flat(layout):
 
 @gluon.jit
 def _sum_warps(acc, factor, scratch, half: gl.constexpr, WIDE: gl.constexpr):
-    """Accumulators of half of the heads [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
+    """Accumulators of half of the columns [warps, D, N / 2] → [N / 2, D]. scratch: [warps · N / 2, D], shared memory."""
     WARPS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
     N: gl.constexpr = acc.shape[2]

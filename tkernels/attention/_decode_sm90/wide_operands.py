@@ -9,27 +9,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from tkernels.attention._decode_sm90.fp8_operands import bits
+from tkernels.attention._decode_sm90.fp8_operands import bits, key_warps, warp_bases
 
 
 @gluon.constexpr_function
-def _operand_layout(ROWS, COLUMNS, WARPS, KEYS_ARE_ROWS):
+def _operand_layout(ROWS, COLUMNS, mma, KEYS_ARE_ROWS):
     """[rows, columns] of keys and dims: a warp's 16-bit operand A of m16n8k16. Of lane (g, t): rows g and g + 8, columns 2t, 2t + 1 and
     eight further on."""
-    rows = ROWS // WARPS if KEYS_ARE_ROWS else ROWS
-    columns = COLUMNS if KEYS_ARE_ROWS else COLUMNS // WARPS
+    rows = ROWS // key_warps(mma) if KEYS_ARE_ROWS else ROWS
+    columns = COLUMNS if KEYS_ARE_ROWS else COLUMNS // key_warps(mma)
     registers = [[0, 1], [8, 0], [0, 8]]
     registers += [[0, 16 << i] for i in range(bits(columns // 16))] + [[16 << i, 0] for i in range(bits(rows // 16))]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    warps = [[rows << i, 0] if KEYS_ARE_ROWS else [0, columns << i] for i in range(bits(WARPS))]
+    warps = warp_bases(mma, rows, 0) if KEYS_ARE_ROWS else warp_bases(mma, columns, 1)
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, COLUMNS])
 
 
 @gluon.jit
 def load_k16(block, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr):
     """K of a block [keys, D] → the operand [warps, KEYS, D]."""
-    WARPS: gl.constexpr = gl.num_warps()
-    k = block.load(_operand_layout(WARPS * KEYS, D, WARPS, True)).reshape([WARPS, KEYS, D])
+    WARPS: gl.constexpr = key_warps(mma)
+    k = block.load(_operand_layout(WARPS * KEYS, D, mma, True)).reshape([WARPS, KEYS, D])
     return gl.convert_layout(k, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
@@ -53,8 +53,8 @@ def load_v16(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.con
     """V of a block [keys, D] → the operand Vᵀ [warps, D, KEYS].
 
     MASKED: keys before ``begin`` and from ``end`` on become 0: what no query may see may be NaN, and 0 · NaN is NaN."""
-    WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = _operand_layout(D, WARPS * KEYS, WARPS, False)
+    WARPS: gl.constexpr = key_warps(mma)
+    layout: gl.constexpr = _operand_layout(D, WARPS * KEYS, mma, False)
     v = block.permute([1, 0]).load(layout)
     if MASKED:
         key = gl.arange(0, WARPS * KEYS, gl.SliceLayout(0, layout))
@@ -70,5 +70,5 @@ def load_q16(q_block, mma: gl.constexpr):
     N: gl.constexpr = q_block.shape[0]
     D: gl.constexpr = q_block.shape[1]
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    q = q_block.permute([1, 0]).load(gl.SliceLayout(0, operand)).expand_dims(0).broadcast_to([gl.num_warps(), D, N])
+    q = q_block.permute([1, 0]).load(gl.SliceLayout(0, operand)).expand_dims(0).broadcast_to([key_warps(mma), D, N])
     return gl.convert_layout(q, operand, assert_trivial=True)
