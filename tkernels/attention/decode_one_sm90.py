@@ -10,9 +10,10 @@ of a block, so that softmax and the second product wait for no other warp.
 The tree of a sequence is that of decode_sm90.py, with a level below: each warp of a program folds its own keys of the blocks of a leaf, and
 the warps are summed where the leaf ends. It depends on the sequence's lengths (and window) alone. Rows of no sequence are zeroed here.
 
-Workspace: as in decode_sm90.py. With heads of 128 and 132 multiprocessors, for one token 8 MiB for 64 heads on 8 KV heads, and at most 66,
-for 16 on one. For several tokens 32 MiB with 8 KV heads, and at most 132, with one. A call for 2 to 8 tokens takes one launch, and one of
-decode_sm90.py with its workspace where this kernel does not take 8; beside prompts also one for one token.
+Workspace: as in decode_sm90.py. With heads of 128 and 132 multiprocessors, for one token 8 MiB for 64 heads on 8 KV heads (twice that for
+many sequences over e4m3), and at most 66, for one KV head. For several tokens 32 MiB with 8 KV heads, and at most 132, with one. A call for
+2 to 8 tokens takes one launch, and one of decode_sm90.py with its workspace where this kernel does not take 8; beside prompts also one for
+one token.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ class Layout(NamedTuple):
     programs_per_sm: int
     leaves: int = 1  # of one sequence, for each multiprocessor that a KV head has
     uncut: int = 1  # blocks of a sequence that is too short to be shared by programs
-    least: int = 1  # blocks of a leaf of a longer one, at least
-
+    least: int = 1  # blocks of a leaf of a longer one, at least: what ends a leaf costs as much as half a block
     split: int = 1  # warps that share the columns of the same keys
 
     @property
@@ -64,13 +64,16 @@ class Layout(NamedTuple):
 
 _LAYOUTS = {  # by bytes of an element and head dimension
     (1, 64): Layout(128, 4, 4, 4, 2, leaves=2),
-    (1, 128): Layout(128, 4, 4, 4, 1),
-    (2, 64): Layout(128, 4, 5, 5, 1, uncut=4),
-    (2, 128): Layout(128, 4, 3, 3, 1, uncut=4),
+    (1, 128): Layout(128, 4, 4, 4, 1, uncut=4, least=2),
+    (2, 64): Layout(128, 4, 5, 5, 1, uncut=4, least=2),
+    (2, 128): Layout(128, 4, 3, 3, 1, uncut=4, least=2),
     (2, 256): Layout(64, 4, 3, 3, 1, uncut=4),
 }
 _MANY = 32  # sequences, padding included, from which on _LAYOUTS_OF_MANY hold: they end in more places, and two programs hide that
-_LAYOUTS_OF_MANY = {(2, 64): Layout(128, 4, 3, 3, 2, uncut=4)}
+_LAYOUTS_OF_MANY = {
+    (1, 128): Layout(128, 4, 3, 3, 2, uncut=4, least=2),
+    (2, 64): Layout(128, 4, 3, 3, 2, uncut=4, least=2),
+}
 
 
 def layout_of(dim: int, itemsize: int, num_seqs: int = 1, columns: int = 8) -> Layout:
@@ -79,7 +82,8 @@ def layout_of(dim: int, itemsize: int, num_seqs: int = 1, columns: int = 8) -> L
     layout = _LAYOUTS[itemsize, dim]
     if columns > 16:  # a thread keeps the accumulators of 16
         return layout._replace(split=2, programs_per_sm=1)
-    return layout if num_seqs < _MANY else _LAYOUTS_OF_MANY.get((itemsize, dim), layout)
+    few = num_seqs < _MANY or columns > 8  # of more columns two programs do not fit
+    return layout if few else _LAYOUTS_OF_MANY.get((itemsize, dim), layout)
 
 
 def refusal(x: Inputs, arch: str) -> str | None:

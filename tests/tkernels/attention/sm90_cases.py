@@ -68,7 +68,7 @@ def launches_chosen(case: Case, max_query_len: int, monkeypatch: pytest.MonkeyPa
     return chosen
 
 
-def check_workspace(kernel: ModuleType, case: Case, seqs: int, mib: int, **keywords: int) -> None:
+def check_workspace(kernel: ModuleType, case: Case, seqs: int, mib: float, **keywords: int) -> None:
     """Of a call like ``case`` with ``seqs`` sequences on 132 multiprocessors: at most ``mib``, and just that with many.
 
     keywords: of the kernel's ``constants``."""
@@ -76,7 +76,7 @@ def check_workspace(kernel: ModuleType, case: Case, seqs: int, mib: int, **keywo
     x = checked(case)._replace(num_seqs=seqs)
     constant = kernel.constants(x, False, 132, **keywords)
     taken = min(seqs, constant["PROGRAMS"]) * x.kv_heads * constant["LEAVES"] * constant["SLOT_ROWS"] * x.dim * 4
-    assert taken <= mib << 20 and (seqs < 8192 or taken == mib << 20)
+    assert taken <= mib * 2**20 and (seqs < 8192 or taken == mib * 2**20)
     assert constant["BY_RANGE"] == (seqs > constant["PROGRAMS"])
 
 

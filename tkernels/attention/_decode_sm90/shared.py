@@ -43,9 +43,8 @@ def plan(
         first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
     blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
     leaf = (blocks + LEAVES - 1) // LEAVES
-    leaf = gl.maximum(
-        leaf, gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST)
-    )  # leaves of one block only where a short sequence alone needs all the programs
+    least = gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST)  # one block only where a short sequence alone needs all the programs
+    leaf = gl.maximum(leaf, least)
     if UNCUT > 1:
         leaf = gl.where(blocks <= UNCUT, blocks, leaf)
     return first, blocks, leaf
