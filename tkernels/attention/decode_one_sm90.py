@@ -12,8 +12,8 @@ the warps are summed where the leaf ends. It depends on the sequence's lengths (
 
 Workspace: as in decode_sm90.py. With heads of 128 and 132 multiprocessors, for one token 8 MiB for 64 heads on 8 KV heads (twice that for
 many sequences over e4m3), and at most 66, for one KV head. For several tokens 32 MiB with 8 KV heads, and at most 132, with one. A call for
-2 to 8 tokens takes one launch, and one of decode_sm90.py with its workspace where this kernel does not take 8; beside prompts also one for
-one token.
+2 to 8 tokens takes one launch, and one of decode_sm90.py with its workspace where it asks for more tokens than this kernel takes; beside
+prompts also one for one token.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Which kernel computes a sequence is chosen on the device by that sequence's query length: 1 to 8 decode.py, more prefill.py. On Hopper,
 where they take the call: up to 8, or as many as fit its columns, decode_one_sm90.py, from there to 8 decode_sm90.py, more prefill_sm90.py.
-``max_query_len`` only says which kernels are launched: its bucket is 1, 8 or more. The equation and every convention are in ref.py.
+``max_query_len`` only says which kernels are launched: its bucket is 1, 2, 4, 8 or more. The equation and every convention are in ref.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tkernels import _checks
 from tkernels._dependent import ALONE, BESIDE, FIRST
 from tkernels._op import define
 from tkernels._target import target_of
+from tkernels._triton import next_power_of_2
 from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention.decode import QUERY_LEN, decode, decode_of_mixed
@@ -73,7 +74,8 @@ def launch_decode(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_le
 def _launch_few(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len: int) -> list[torch.Tensor]:
     """``launch_decode`` where decode_one_sm90.py computes the sequences of 1 to ``most`` tokens.
 
-    Beside prompts most sequences have one token: a launch of their own is faster for them, and has the bits of the one for several.
+    A launch for no more tokens than are asked for has the fewest columns, and is the fastest. Beside prompts most sequences have one token:
+    a launch of their own is faster for them, and has the bits of the one for several.
     """
     most, prompts = decode_one_sm90.most_queries(inputs), max_query_len > QUERY_LEN
     if max_query_len <= 1:
@@ -81,8 +83,8 @@ def _launch_few(inputs: Inputs, out: torch.Tensor, lse: Optional, max_query_len:
     elif prompts and most > 1:
         spans = [(2, most), (1, 1)]
     else:
-        spans = [(1, most)]
-    if max_query_len > 1 and most < QUERY_LEN:
+        spans = [(1, min(most, next_power_of_2(max_query_len)))]
+    if max_query_len > most and most < QUERY_LEN:
         spans.insert(0, (most + 1, QUERY_LEN))
     kept: list[torch.Tensor] = []
     place = FIRST if prompts or len(spans) > 1 else ALONE
@@ -218,7 +220,7 @@ def paged_attention(
     seq_lens: [seqs] int32, keys of each sequence, its query tokens included; 0 marks a padding row: zero output, LSE -inf.
         Cut at ``max_pages · page_size`` in the kernel, since the host cannot see it without a sync.
     cu_seqlens_q: [seqs + 1] int32, where each sequence's query tokens start; rows past the last value come out zero.
-    scale: multiplies q · k, positive. max_query_len: upper bound of the query lengths; its bucket (1, 8, more) is baked into a graph.
+    scale: multiplies q · k, positive. max_query_len: upper bound of the query lengths; its bucket (1, 2, 4, 8, more) is baked into a graph.
         A longer sequence than that is left unwritten (on the CPU reference: ValueError).
     causal: a query at position p sees keys 0 .. p (queries are the last tokens of a sequence). window: it sees p - window + 1 .. p.
     softcap: logits become softcap · tanh(logits / softcap); 0: none. sinks: [heads] logits that enter the denominator and the LSE.
