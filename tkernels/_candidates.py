@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil
 
 from tkernels._linear_kernels import Tile
-from tkernels._linear_tma import CHUNK, shared_bytes
+from tkernels._linear_tma import CHUNK, shared_bytes, shares
 from tkernels._triton import cdiv
 
 _SHARED = 227 << 10  # bytes of a multiprocessor (Hopper); a device with less refuses what does not fit
@@ -48,7 +48,8 @@ _TMA = (  # block_n, block_k (a stage), slices, num_warps, num_stages
 _TMA_ROWS = (  # block_n, block_k, num_warps, num_stages, of one slice: for many rows without a norm
     (64, 64, 4, 3), (64, 64, 4, 5), (64, 64, 4, 6), (64, 64, 4, 10), (64, 64, 8, 10), (64, 64, 8, 20), (64, 128, 4, 5), (64, 128, 8, 5),
     (64, 128, 4, 10), (64, 128, 8, 8), (64, 128, 8, 10), (64, 256, 4, 2), (64, 256, 8, 2), (64, 256, 4, 5), (64, 256, 8, 5),
-    (64, 512, 8, 2), (128, 64, 8, 4), (128, 64, 8, 5), (128, 64, 8, 6), (128, 64, 4, 10),
+    (64, 512, 8, 2), (128, 64, 8, 4), (128, 64, 8, 5), (128, 64, 8, 6), (128, 64, 4, 10), (128, 64, 8, 10), (128, 128, 8, 2),
+    (128, 128, 8, 5), (128, 128, 4, 5), (128, 256, 8, 2), (256, 64, 8, 2), (256, 64, 8, 5), (256, 128, 8, 2),
 )  # fmt: skip
 _FEWEST_ROWS = 8  # of a tile of one slice: with fewer a tile of slices has all that memory gives
 
@@ -95,7 +96,7 @@ def _tma_row_tiles(variant: str, rows: int, n: int, k: int, num_sms: int) -> Ite
     for block_n, block_k, num_warps, num_stages in _TMA_ROWS:
         if "rope" in variant and block_n > 64:
             continue  # a program is of one head
-        for splits in (1, 2, 4, 8) if factor == 1 else (1,):
+        for splits in (1, 2, 4, 8, 16) if factor == 1 else (1,):
             steps = cdiv(k, block_k * splits)
             tile = Tile("tma", block_n, block_k, 1, num_warps, min(num_stages, steps), splits)
             block_m, programs = tile.block_m(rows), cdiv(n // factor, block_n) * splits
@@ -104,12 +105,12 @@ def _tma_row_tiles(variant: str, rows: int, n: int, k: int, num_sms: int) -> Ite
             fits = shared <= _SHARED if programs <= num_sms else 2 * shared <= _SHARED + (1 << 10)
             instruction = block_m * block_n >= 128 * num_warps  # of 16 outputs and 8 rows for each warp
             refilled = tile.num_stages > 1 or steps == 1
-            registers = outputs * max(factor, splits) <= 128
             if (
                 fits
                 and instruction
                 and refilled
-                and registers
+                and outputs * factor <= 128  # registers
+                and (splits == 1 or shares(tile, rows))
                 and block_k * splits <= k
                 and ceil(_BUSY * num_sms) <= programs <= 2 * num_sms
             ):

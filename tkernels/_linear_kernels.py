@@ -39,7 +39,7 @@ class Tile:
     that programs of their own sum, the last to arrive adding them in order (not with a norm or a gate). num_stages: of the pipeline
     through shared memory; 1 with "matrix" goes past it ("direct"), with a slice for each warp and block_k a multiple of 32.
     "tma": block_k inputs a stage, of all slices together, a multiple of 64 · slices. One slice is wgmma, with a multiple of 64 outputs,
-    x by TMA too, no norm, and splits, a power of two, not with a gate.
+    x by TMA too, no norm, and splits, a power of two, not with a gate, each of which adds the parts of its share of the outputs.
     """
 
     kind: str

@@ -5,8 +5,7 @@ With many rows x is as large as a program's part of the weights, and every progr
 own, as soon as ``wait`` has returned; the weights' ring is full by then, as in ``_linear_sm90``. No thread touches either: a norm, which
 would have each stage of x read and written between two products, is a kernel of its own before this one.
 
-SPLITS programs share the inputs of BLOCK_N outputs, so each reads a part of x only. Each leaves its sums in fp32, and the last to arrive
-adds all parts in their order.
+SPLITS programs share the inputs of BLOCK_N outputs, so each reads a part of x only; ``_linear_parts_sm90`` adds their sums.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tkernels._gluon import barrier, enter
+from tkernels._linear_parts_sm90 import add_parts, leave, meet, reset, share_shape
 from tkernels._linear_sm90 import CHUNK, outputs_layout, rounded
 
 
@@ -30,13 +30,6 @@ def _sums_layout(block_n, block_m, warps):
     """Of the sums [block_n, block_m]: more warps than have 16 outputs each share the rows."""
     along = min(warps, block_n // 16)
     return gl.NVMMADistributedLayout([3, 0], [along, warps // along], [16, block_m * along // warps, 16])
-
-
-@gluon.constexpr_function
-def _parts_layout(block_n, warps, splits):
-    """Of the parts [splits, block_n, block_m] as the last to arrive reads them: a thread has all of an output, as ``outputs_layout``."""
-    lanes, each = min(32, block_n), max(1, min(2, block_n // 32))
-    return gl.BlockedLayout([splits, each, 1], [1, lanes, 32 // lanes], [1, 1, warps], [1, 2, 0])
 
 
 @gluon.jit
@@ -144,52 +137,20 @@ def products(
 
 
 @gluon.jit
-def leave(y, part_ptr, arrivals_ptr, SPLITS: gl.constexpr):
-    """Leave the sums y [N, M] of this part of the inputs, the outputs of a row together; returns where those of all parts are, and
-    whether all have arrived."""
-    N: gl.constexpr = y.shape[0]
-    M: gl.constexpr = y.shape[1]
-    parts = part_ptr + gl.program_id(0).to(gl.int64) * (SPLITS * N * M)
-    offs_n = gl.arange(0, N, gl.SliceLayout(1, y.type.layout))
-    offs_m = gl.arange(0, M, gl.SliceLayout(0, y.type.layout))
-    gl.store(parts + gl.program_id(1) * (N * M) + (offs_m * N)[None, :] + offs_n[:, None], y)
-    barrier()  # all threads have stored before one of them releases
-    arrived = gl.atomic_add(arrivals_ptr + gl.program_id(0), 1, sem="acq_rel", scope="gpu")
-    return parts, arrived == SPLITS - 1
+def _places(first, share, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, end: gl.constexpr):
+    """Outputs and rows of a share of the tile of outputs from ``first`` on."""
+    SHAPE: gl.constexpr = share_shape(BLOCK_N, BLOCK_M, SPLITS)
+    HALF: gl.constexpr = SHAPE[0] // 2
+    ALONG: gl.constexpr = BLOCK_N // SHAPE[0]  # shares of the same rows
+    offs_n = first + gl.arange(0, SHAPE[0], gl.SliceLayout(1, end))
+    if ALONG > 1:
+        offs_n += (offs_n - first) // HALF * (BLOCK_N // 2 - HALF) + share % ALONG * HALF
+    return offs_n, (share // ALONG) * SHAPE[1] + gl.arange(0, SHAPE[1], gl.SliceLayout(0, end))
 
 
 @gluon.jit
-def add_parts(y, parts, arrivals_ptr, SPLITS: gl.constexpr):
-    """The sums of all parts, in order, in the layout of y, this program's own. For the program that arrived last."""
-    N: gl.constexpr = y.shape[0]
-    M: gl.constexpr = y.shape[1]
-    layout: gl.constexpr = _parts_layout(N, gl.num_warps(), SPLITS)
-    barrier()  # no thread reads before the one that acquires
-    gl.store(arrivals_ptr + gl.program_id(0), 0)  # for the next launch
-    one = gl.allocate_shared_memory(gl.float32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    one.store(gl.full([1], 1.0, gl.float32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
-    split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    offs_n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offs_m = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    values = gl.load(parts + (split * (N * M) + offs_m * N + offs_n))
-    # The assembler, to save registers, would have the loads wait in turn. Behind the barrier are none, and what is multiplied by a number
-    # that is read there cannot come before it.
-    barrier()
-    factor = gl.sum(one.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-    LEVELS: gl.constexpr = gl.constexpr(SPLITS.bit_length() - 1)
-    for level in gl.static_range(LEVELS):  # neighbours first
-        left, right = gl.split(gl.permute(gl.reshape(values, [values.shape[0] // 2, 2, N, M]), (0, 2, 3, 1)))
-        values = gl.fma(left, factor, right) if level == 0 else left + right
-    return gl.convert_layout(gl.reshape(values, [N, M]), y.type.layout)
-
-
-@gluon.jit
-def _residual(
-    residual_ptr, first, rows, n, stride_rm, HAS_RESIDUAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, end: gl.constexpr
-):
-    """What is added to the outputs from ``first`` on at the end."""
-    offs_n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, end))
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, end))
+def _residual(residual_ptr, offs_n, offs_m, rows, n, stride_rm, HAS_RESIDUAL: gl.constexpr):
+    """What is added to the outputs at the end."""
     mask = (offs_n < n)[:, None] & (offs_m < rows)[None, :]
     residual = mask
     if HAS_RESIDUAL:
@@ -199,15 +160,10 @@ def _residual(
 
 @gluon.jit
 def _finish(
-    y, y_up, bias_ptr, residual, y_ptr, first, rows, n, dtype: gl.constexpr,
+    y, y_up, bias_ptr, residual, y_ptr, offs_n, offs_m, rows, n, dtype: gl.constexpr,
     HAS_BIAS: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, residual and the store of the outputs from ``first`` on."""
-    BLOCK_N: gl.constexpr = y.shape[0]
-    BLOCK_M: gl.constexpr = y.shape[1]
-    end: gl.constexpr = y.type.layout
-    offs_n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, end))
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, end))
+    """Bias, activation, residual and the store of outputs."""
     mask = (offs_n < n)[:, None] & (offs_m < rows)[None, :]
     y = rounded(y, 1.0, bias_ptr, offs_n, offs_n < n, dtype, False, HAS_BIAS)
     if GATED:
@@ -224,27 +180,34 @@ def linear_rows_sm90_kernel(
     w_desc, x_desc, bias_ptr, residual_ptr, y_ptr, part_ptr, arrivals_ptr, rows, n, stride_rm,
     HAS_BIAS: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGE_CHUNKS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
-    STEPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    STEPS: gl.constexpr, SPLITS: gl.constexpr, PATIENCE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """w_desc, n: as in ``linear_sm90_kernel``; x_desc: x as [K / 64, rows, 64] in boxes of [STAGE_CHUNKS, BLOCK_M, 64]. STEPS: stages of a
-    part of the inputs, no fewer than STAGES and X_STAGES, which are at least 2 where there is another step. SPLITS: a power of two."""
+    part of the inputs, no fewer than STAGES and X_STAGES, which are at least 2 where there is another step. SPLITS: a power of two. The
+    programs of a tile are neighbours in the grid, so that they run at about the same time. PATIENCE: as in ``meet``."""
     dtype: gl.constexpr = w_desc.dtype
-    end: gl.constexpr = outputs_layout(BLOCK_N, gl.num_warps(), 0)
-    first = gl.program_id(0) * BLOCK_N
-    begin = gl.program_id(1) * (STEPS * STAGE_CHUNKS)
+    split = gl.program_id(0)
+    first = gl.program_id(1) * BLOCK_N
+    begin = split * (STEPS * STAGE_CHUNKS)
     memory = start(w_desc, first, n, begin, dtype, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES)
     enter(PDL)
     start_x(x_desc, memory, begin, BLOCK_M, STAGE_CHUNKS, X_STAGES)
+    end: gl.constexpr = outputs_layout(share_shape(BLOCK_N, BLOCK_M, SPLITS)[0], gl.num_warps(), 0)
+    offs_n, offs_m = _places(first, split, BLOCK_N, BLOCK_M, SPLITS, end)
+    residual = _residual(residual_ptr, offs_n, offs_m, rows, n, stride_rm, HAS_RESIDUAL)
+    acc, up = products(w_desc, x_desc, memory, first, n, begin, STEPS, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES)
     if SPLITS > 1:
-        acc, _ = products(w_desc, x_desc, memory, first, n, begin, STEPS, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES)
-        y = gl.convert_layout(acc, end)
-        parts, last = leave(y, part_ptr, arrivals_ptr, SPLITS)
-        if last:
-            residual = _residual(residual_ptr, first, rows, n, stride_rm, HAS_RESIDUAL, BLOCK_M, BLOCK_N, end)
-            y = add_parts(y, parts, arrivals_ptr, SPLITS)
-            _finish(y, y, bias_ptr, residual, y_ptr, first, rows, n, dtype, HAS_BIAS, GATED, HAS_RESIDUAL)
+        parts = leave(acc, part_ptr, SPLITS)
+        shares, departed = meet(arrivals_ptr, SPLITS, PATIENCE)
+        for turn in range(SPLITS):
+            share = (split + turn) % SPLITS
+            if (shares >> share) & 1:
+                if turn > 0:  # of one that did not wait
+                    offs_n, offs_m = _places(first, share, BLOCK_N, BLOCK_M, SPLITS, end)
+                    residual = _residual(residual_ptr, offs_n, offs_m, rows, n, stride_rm, HAS_RESIDUAL)
+                y = gl.convert_layout(add_parts(parts, share, BLOCK_N, BLOCK_M, SPLITS), end)
+                _finish(y, y, bias_ptr, residual, y_ptr, offs_n, offs_m, rows, n, dtype, HAS_BIAS, GATED, HAS_RESIDUAL)
+        reset(departed, arrivals_ptr, SPLITS)
     else:
-        residual = _residual(residual_ptr, first, rows, n, stride_rm, HAS_RESIDUAL, BLOCK_M, BLOCK_N, end)
-        acc, up = products(w_desc, x_desc, memory, first, n, begin, STEPS, GATED, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES)
         y, y_up = gl.convert_layout(acc, end), gl.convert_layout(up, end)
-        _finish(y, y_up, bias_ptr, residual, y_ptr, first, rows, n, dtype, HAS_BIAS, GATED, HAS_RESIDUAL)
+        _finish(y, y_up, bias_ptr, residual, y_ptr, offs_n, offs_m, rows, n, dtype, HAS_BIAS, GATED, HAS_RESIDUAL)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CHUNK = 64  # inputs of a line that TMA swizzles
 _LINE = 2 * CHUNK  # bytes
 _PIECE = 32 << 10  # bytes of x that are brought at once
+MOST_SPLITS = 16  # of a tile of one slice: a word counts its programs
+PATIENCE = 32  # how often a program asks whether the others of its tile have come, 10 us and more, before it leaves its work to the last
 _X_RING = 64 << 10  # bytes of x that are on their way in a tile of one slice, at most, but for two stages
 
 
@@ -99,19 +101,25 @@ def x_descriptor(x: torch.Tensor, tile: Tile) -> Any:
 
 def sizes(tile: Tile, rows: int, k: int) -> tuple[int, ...]:
     """The last constants of the kernels for tiles of slices: X_ROWS, BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, SLICES, PIECE; of those for
-    tiles of one: BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS."""
+    tiles of one: BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS, PATIENCE."""
     block_m, chunks = tile.block_m(rows), tile.block_k // CHUNK
     if tile.slices == 1:
         steps = _steps(tile, k)
-        return block_m, tile.block_n, chunks, min(tile.num_stages, steps), _x_stages(tile, rows, k), steps, tile.splits
+        return block_m, tile.block_n, chunks, min(tile.num_stages, steps), _x_stages(tile, rows, k), steps, tile.splits, PATIENCE
     return 1 if rows == 1 else block_m, block_m, tile.block_n, chunks, tile.num_stages, tile.slices, piece_chunks(tile, rows, k)
 
 
-def check_rows_tile(tile: Tile, k: int, norm_weight: torch.Tensor | None) -> None:
+def shares(tile: Tile, rows: int) -> bool:
+    """Whether each of the programs that share the inputs of a tile of one slice has a share of the sums: 32 outputs of 8 rows, at least."""
+    return tile.splits <= min(MOST_SPLITS, tile.block_n * tile.block_m(rows) // 256)
+
+
+def check_rows_tile(tile: Tile, rows: int, k: int, norm_weight: torch.Tensor | None) -> None:
     """What a table must hold to for a tile of one slice."""
     assert norm_weight is None, "tables join norms with tiles of slices"
     assert tile.num_stages > 1 or _steps(tile, k) == 1, "a stage is filled again while the next one is used"
     assert tile.splits & (tile.splits - 1) == 0, "parts are added in pairs"
+    assert tile.splits == 1 or shares(tile, rows), "each program adds the parts of a share"
 
 
 def launch(
@@ -144,10 +152,10 @@ def launch(
         return
     from tkernels._linear_rows_sm90 import linear_rows_sm90_kernel
 
-    check_rows_tile(tile, k, norm_weight)
+    check_rows_tile(tile, rows, k, norm_weight)
     assert tile.splits == 1 or not gated, "tables give splits to what has no gate"
     _dependent.launch(
-        linear_rows_sm90_kernel, (tiles, tile.splits), x.device,
+        linear_rows_sm90_kernel, (tile.splits, tiles), x.device,
         w_desc, x_descriptor(x, tile), bias, residual, y, *tile.workspace(tiles, rows, x.device), rows, n, stride_rm,
         *flags[1:], *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip

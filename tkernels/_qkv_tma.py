@@ -66,9 +66,9 @@ def launch(
         return
     from tkernels._qkv_rows_sm90 import qkv_rows_sm90_kernel
 
-    check_rows_tile(tile, k, norm_weight)
+    check_rows_tile(tile, rows, k, norm_weight)
     _dependent.launch(
-        qkv_rows_sm90_kernel, (tiles, tile.splits), x.device,
+        qkv_rows_sm90_kernel, (tile.splits, tiles), x.device,
         w_desc, x_descriptor(x, tile), *tensors, *tile.workspace(tiles, rows, x.device), rows, *counts, *strides,
         page_size, head_dim, bias is not None, *sizes(tile, rows, k), num_warps=tile.num_warps,
     )  # fmt: skip

@@ -10,10 +10,10 @@ import torch
 
 import tkernels
 from tests.tkernels.captured import captured
-from tkernels import _linear_tma
+from tkernels import _counters, _linear_tma
 from tkernels._candidates import candidates
 from tkernels._linear_kernels import ROW_CLASSES, Tile, launch
-from tkernels._linear_tma import absence, check_rows_tile, refusal, shared_bytes, sizes
+from tkernels._linear_tma import PATIENCE, absence, check_rows_tile, refusal, shared_bytes, shares, sizes
 from tkernels._target import Target
 from tkernels._triton import INTERPRETED
 from tkernels.linear import choose, linear_ref, table_of
@@ -57,13 +57,15 @@ def test_only_where_gluon_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -
         (Tile("tma", 64, 64, 1, 4, 2), True, "norms with tiles of slices"),
         (Tile("tma", 64, 64, 1, 4, 1), False, "a stage is filled again"),
         (Tile("tma", 64, 64, 1, 4, 2, 3), False, "in pairs"),
+        (Tile("tma", 64, 64, 1, 4, 2, 8), False, "the parts of a share"),
+        (Tile("tma", 256, 64, 1, 8, 2, 32), False, "the parts of a share"),
     ],
 )
 def test_what_no_table_may_hold(tile: Tile, normed: bool, message: str) -> None:
-    check_rows_tile(ONE, 128, None)
-    check_rows_tile(Tile("tma", 64, 64, 1, 4, 1, 2), 128, None)
+    check_rows_tile(ONE, 16, 128, None)
+    check_rows_tile(Tile("tma", 64, 64, 1, 4, 1, 2), 16, 128, None)
     with pytest.raises(AssertionError, match=message):
-        check_rows_tile(tile, 256, torch.ones(256) if normed else None)
+        check_rows_tile(tile, 16, 256, torch.ones(256) if normed else None)
 
 
 def test_weights_that_no_descriptor_describes_are_refused() -> None:
@@ -92,12 +94,12 @@ def test_splits_leave_their_sums_and_count_who_has_arrived(device: torch.device)
         parts, arrivals = ONE.workspace(7, rows, device)
         assert parts is not None and arrivals is not None and not arrivals.any() and len(arrivals) >= 7
         assert parts.dtype == torch.float32 and len(parts) == 7 * 2 * 64 * block_m
-    # BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS: no ring has more stages than the part of a split
-    assert sizes(ONE, 33, 192) == (64, 64, 1, 2, 2, 2, 2)
-    assert sizes(Tile("tma", 64, 128, 1, 8, 10, 4), 64, 8192) == (64, 64, 2, 10, 4, 16, 4)
+    # BLOCK_M, BLOCK_N, STAGE_CHUNKS, STAGES, X_STAGES, STEPS, SPLITS, PATIENCE: no ring has more stages than the part of a split
+    assert sizes(ONE, 33, 192) == (64, 64, 1, 2, 2, 2, 2, PATIENCE)
+    assert sizes(Tile("tma", 64, 128, 1, 8, 10, 4), 64, 8192) == (64, 64, 2, 10, 4, 16, 4, PATIENCE)
     for tile in (ONE, Tile("tma", 64, 128, 1, 8, 10, 4), Tile("tma", 64, 256, 1, 8, 5, 8)):
         for k in (64, 192, 576, 1088, 8192):
-            *_, chunks, stages, x_stages, steps, splits = sizes(tile, 64, k)
+            *_, chunks, stages, x_stages, steps, splits, _ = sizes(tile, 64, k)
             assert max(stages, x_stages) <= steps and splits * steps * chunks * 64 >= k
             assert min(stages, x_stages) > 1 or steps == 1, "a step is waited for before the one before it is refilled"
 
@@ -169,11 +171,13 @@ def test_what_is_tried_fits_and_leaves_room_for_two_programs_a_multiprocessor_at
                     assert tile.block_n * min(tile.slices, tile.num_warps) >= 16 * tile.num_warps
                     continue
                 assert rows >= 8 and shared <= (225 << 10 if programs <= 132 else 112 << 10), "all programs are there at once"
-                assert tile.splits in (1, 2, 4, 8) and not (gated and tile.splits > 1)
+                assert tile.splits in (1, 2, 4, 8, 16) and not (gated and tile.splits > 1)
+                assert tile.splits == 1 or shares(tile, rows)
                 assert tile.block_n % 64 == 0 and tile.block_n * tile.block_m(rows) >= 128 * tile.num_warps
                 assert tile.num_stages * tile.block_k * tile.splits < k + tile.block_k * tile.splits, "no stage is empty"
                 assert tile.num_stages > 1 or tile.block_k * tile.splits >= k, "a stage is filled again while the next one is used"
-            assert any(tile.slices == 1 for tile in tiles) == (rows >= 8 and "norm" not in variant)
+            if rows != 8:  # there are programs enough only where there are shares for them
+                assert any(tile.slices == 1 for tile in tiles) == (rows > 8 and "norm" not in variant)
     kinds = lambda *args, **more: {tile.kind for tile in candidates(*args, 132, **more)}
     assert "tma" not in kinds("norm", 1, 3072, 2048) | kinds("rope", 1, 3072, 2048) | kinds("plain", 1, 3072, 2040, tma=True)
     assert "tma" not in kinds("plain", 1, 128256, 2048, tma=True), "the LM head of one row is read at memory speed as it is"
@@ -190,6 +194,8 @@ SPLIT = [
     Tile("tma", 64, 128, 1, 4, 4, 4),
     Tile("tma", 128, 64, 1, 8, 2, 2),
     Tile("tma", 64, 64, 1, 8, 4, 8),
+    Tile("tma", 128, 64, 1, 8, 3, 8),
+    Tile("tma", 256, 64, 1, 8, 2, 16),
 ]
 SHAPES = [(1, 64, 64), (1, 100, 1088), (2, 1, 128), (5, 37, 576), (8, 130, 2048), (17, 70, 192), (33, 96, 320), (64, 48, 1152)]
 FUSED = [
@@ -265,18 +271,61 @@ def test_fp16(device: torch.device) -> None:
     _verify(_case(40, 72, 1088, "bias residual", torch.float16, device, SPLIT[0]), SPLIT[0])
 
 
+def _counted() -> int:
+    """Words of all counters that are not at zero."""
+    torch.cuda.synchronize()
+    return sum(int(words.count_nonzero()) for held in _counters._words.values() for words in (held._ring, held._kept))
+
+
 @gpu
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("tile", SPLIT, ids=str)
 @pytest.mark.parametrize("fused", ["bias", "residual", "bias residual"])
 def test_splits_match_fp64(device: torch.device, tile: Tile, fused: str) -> None:
-    """Parts of the inputs that are empty, shorter than a stage, and as long as the rings; the last rows of weights and x are missing."""
-    for rows, n, k in ((17, 70, 64), (9, 130, 192), (64, 100, 1088), (33, 64, 2048)):
-        case = _case(rows, n, k, fused, torch.bfloat16, device, tile)
-        _verify(case, tile)
+    """Parts of the inputs that are empty, shorter than a stage, and as long as the rings; the last rows of weights and x are missing.
+    Shares of all outputs and of some of them."""
+    for rows, n, k in ((9, 130, 192), (17, 70, 64), (64, 300, 1088), (33, 64, 2048)):
+        if shares(tile, rows):
+            case = _case(rows, n, k, fused, torch.bfloat16, device, tile)
+            _verify(case, tile)
     y = _run(case, tile)
     for _ in range(200):
-        assert torch.equal(_run(case, tile), y), "the parts are added in their order, whoever arrives last"
+        assert torch.equal(_run(case, tile), y), "the parts are added in their order"
+    assert not _counted()
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("tile", SPLIT, ids=str)
+@pytest.mark.parametrize("patience", [0, 1, 2])
+def test_a_program_that_does_not_wait_leaves_its_share_to_the_last(
+    device: torch.device, tile: Tile, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no patience the last one adds everything, with little some of it."""
+    rows = 33 if shares(tile, 33) else 64
+    case = _case(rows, 1000, 1088, "bias residual", torch.bfloat16, device, tile)
+    y = _run(case, tile)
+    monkeypatch.setattr(_linear_tma, "PATIENCE", patience)
+    _verify(case, tile)
+    assert all(torch.equal(_run(case, tile), y) for _ in range(200)) and not _counted()
+
+
+@gpu
+@pytest.mark.usefixtures("in_time")
+def test_programs_that_cannot_all_run_at_once_do_not_wait_for_good(device: torch.device) -> None:
+    """More of them than a device holds, on streams of which one goes first, so that each has some waiting for others of its tile."""
+    tile, rows = Tile("tma", 128, 128, 1, 8, 5, 8), 64
+    cases = [_case(rows, 128 * 100, 8192, "residual", torch.bfloat16, device, tile) for _ in range(2)]
+    expected = [_run(case, tile) for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    got: list[list[torch.Tensor]] = [[], []]
+    for _ in range(10):
+        for which, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[which].append(_run(cases[which], tile))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, once) for ys, once in zip(got, expected, strict=True) for y in ys) and not _counted()
 
 
 @gpu
@@ -292,7 +341,9 @@ def test_every_number_of_rows(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) -> None:
     """A chain in which each kernel reads what the one before has written, replayed many times."""
-    k, tiles = 2048, (Tile("tma", 16, 256, 4, 4, 4), SPLIT[1], Tile("tma", 64, 128, 1, 4, 2), SPLIT[0], Tile("tma", 32, 256, 4, 8, 3))
+    k, one = 2048, Tile("tma", 64, 128, 1, 4, 2)
+    wide = SPLIT[4] if rows == 64 else SPLIT[2]
+    tiles = (Tile("tma", 16, 256, 4, 4, 4), SPLIT[2 if rows < 64 else 1], one, wide, SPLIT[0], Tile("tma", 32, 256, 4, 8, 3))
     weights = [torch.randn(k, k, device=device).bfloat16() * k**-0.5 for _ in range(12)]
     norm = torch.rand(k, device=device).bfloat16() + 0.5
     x = torch.randn(rows, k, device=device).bfloat16()
@@ -312,6 +363,7 @@ def test_dependent_launches_give_the_same_bits(device: torch.device, rows: int) 
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, expected)
+    assert not _counted()
 
 
 @gpu

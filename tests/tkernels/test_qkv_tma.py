@@ -137,6 +137,8 @@ CASES = [  # rows, head_dim, k, tile, bias, norm, dtypes of x and the caches
     (33, 128, 1088, (64, 128, 1, 8, 4, 4), False, False, torch.bfloat16, None),
     (64, 64, 2048, (64, 64, 1, 4, 6, 4), True, False, torch.bfloat16, None),
     (64, 128, 192, (128, 64, 1, 8, 2, 2), False, False, torch.float16, None),
+    (17, 64, 2048, (64, 64, 1, 4, 4, 8), True, False, torch.bfloat16, None),
+    (40, 128, 1088, (128, 64, 1, 8, 2, 8), False, False, torch.bfloat16, torch.float32),
 ]
 
 
@@ -153,7 +155,7 @@ def _around(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 @pytest.mark.parametrize(("rows", "dim", "k", "sizes", "bias", "norm", "dtype", "cache_dtype"), CASES, ids=str)
 def test_bits_are_those_of_the_two_kernels(
     rows: int, dim: int, k: int, sizes: tuple[int, ...], bias: bool, norm: bool, dtype: torch.dtype, cache_dtype: torch.dtype | None,
-    device: torch.device,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Weights with NaN between their rows, slots and positions outside what there is, in a column of a table."""
     tile = Tile("tma", *sizes)
@@ -166,7 +168,8 @@ def test_bits_are_those_of_the_two_kernels(
     theirs, expected = _around(case)
     want = case.rotated(y, theirs, False)
     assert not y.isnan().any() and want[:-1].isnan().sum() == 0
-    for _ in range(3):
+    for patience in (_linear_tma.PATIENCE, 0, 1):  # how long a program waits for the others of its tile
+        monkeypatch.setattr(_linear_tma, "PATIENCE", patience)
         ours, got = _around(case)
         q = torch.full((rows, 32, dim), float("nan"), device=device, dtype=dtype)
         x, weight, bias_of, norm_of, *rest = case.arguments(ours)
