@@ -96,7 +96,7 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
         BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, RAW_STAGES=tiles.raw_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
         TRANSPOSER_REGISTERS=tiles.transposer_registers, OUT_DTYPE=_sm90.element(output_dtype(x.q.dtype)),
-        NARROW=not eight and (dim > 128 or x.window > 0 or x.softcap > 0),
+        NARROW=eight or dim > 128 or x.window > 0 or x.softcap > 0,
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
         HALF_DIAGONAL=x.causal and not x.window and not x.softcap and tiles.block_n == _TILE,
     )  # fmt: skip
