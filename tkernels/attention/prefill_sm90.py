@@ -29,7 +29,7 @@ class Sm90Tiles:
     barriers."""
 
     block_n: int  # keys of a block
-    k_stages: int  # K and V blocks that are resident; with raw_stages their sum is at most 8
+    k_stages: int  # K and V blocks that are resident: a named barrier each
     v_stages: int
     raw_stages: int = 0  # of 8-bit V, not yet transposed
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
@@ -46,7 +46,7 @@ _TILES = {
 }
 _TILES_8_BIT = dict.fromkeys(
     (64, 128),
-    Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
+    Sm90Tiles(block_n=128, k_stages=4, v_stages=4, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
 )
 _DIMS = (min(_TILES) // 2 + 1, max(_TILES))
 _DIMS_8_BIT = (min(_TILES_8_BIT) // 2 + 1, max(_TILES_8_BIT))

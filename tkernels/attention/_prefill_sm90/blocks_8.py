@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tkernels.attention._prefill_sm90.shared import HANDSHAKE, ROWS, mma_layout
 from tkernels.attention._prefill_sm90.softmax_8 import all_sums, first_weights, operand, owned, round_weights, threads, times, weights
-from tkernels.attention._prefill_sm90.stages import give_values, values
+from tkernels.attention._prefill_sm90.stages import give_values, place, values
 from tkernels.attention._sm90_gluon import FIRST_BARRIER, meet
 
 
@@ -73,11 +73,11 @@ def next_block_8(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, NARROW: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Block i of this role: its Q · Kᵀ is issued, then the P · V of block i - 1, under which the weights of block i are computed."""
-    stage = i % K_STAGES
-    v_stage = (i - 1) % V_STAGES
-    mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
+    stage, parity = place(i, K_STAGES)
+    v_stage, v_parity = place(i - 1, V_STAGES)
+    mbarrier.wait(ks.full.index(stage), parity)
     s = warpgroup_mma(q, ks.blocks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
+    mbarrier.wait(vs.full.index(v_stage), v_parity)
     acc = warpgroup_mma(operand(p, DTYPE, DIM), values(vs, v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     p_new, base, l, factor = weights(s, base, l, position, key, qk_scale, softcap, window, MASKED, HAS_WINDOW, HAS_SOFTCAP)

@@ -168,16 +168,12 @@ def round_weights(p):
     The operand of P · V holds keys 4t to 4t + 3 of 16 in the thread that has the scores of keys 2t, 2t + 1, 8 + 2t and 9 + 2t. So keys
     change their order, as those of V did in the transposer, and nothing moves between threads.
     """
-    KEYS: gl.constexpr = p.shape[1] * 8
-    p = p.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 4, 3, 5, 2))  # t, half, which of the pair, group of 16
-    even, odd = p.split()
-    first, second = odd.split()
-    p = gl.join(even, gl.join(second, first)).permute((0, 1, 5, 2, 3, 4))  # group, t, half, which
-    first, second = p.split()
+    GROUPS: gl.constexpr = p.shape[1] // 2  # of 16 keys
+    first, second = p.reshape([ROWS, GROUPS, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()  # group, t, half | which of the pair
     a, c = first.split()
     b, d = second.split()
     word = gl.inline_asm_elementwise(_WORD, "=r,f,f,f,f", [a, b, c, d], gl.int32, is_pure=True, pack=1)
-    return word.reshape([ROWS, KEYS // 4])
+    return word.reshape([ROWS, 4 * GROUPS])
 
 
 @gluon.jit

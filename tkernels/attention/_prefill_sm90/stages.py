@@ -11,6 +11,14 @@ from tkernels.attention._sm90_gluon import FIRST_BARRIER, meet
 
 
 @gluon.jit
+def place(i, STAGES: gl.constexpr):
+    """(stage, parity of its barrier) of block i of a ring of 2, 4 or 8 stages, without what a division of signed numbers takes."""
+    LOG: gl.constexpr = STAGES.bit_length() - 1
+    gl.static_assert(STAGES == 1 << LOG)
+    return i & (STAGES - 1), (i >> LOG) & 1
+
+
+@gluon.jit
 def values(vs, stage):
     """The block of V in ``stage`` as [keys, columns]; of 8 bits it lies transposed."""
     block = vs.blocks.index(stage)
