@@ -79,6 +79,28 @@ def page_ids(table_row, start, offs_n, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
+def whole_page_ptrs(table_row, index, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the page ids of the index-th block of keys lie, all of which are valid: one pointer if they lie in one page, else [BLOCK_N]."""
+    if PAGE % BLOCK_N == 0:
+        ptrs = table_row + index * BLOCK_N // PAGE
+    elif BLOCK_N % PAGE == 0:
+        ptrs = table_row + index * (BLOCK_N // PAGE) + offs_n // PAGE
+    else:
+        ptrs = table_row + (index * BLOCK_N + offs_n) // PAGE
+    return ptrs
+
+
+@triton.jit
+def held(x):
+    """x (int32), by a move. A loop's variable that is assigned another one of its variables as it is keeps its first value for ever
+    where the loop is pipelined (triton 3.6)."""
+    if _INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def page_slots(start, offs_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """int32 slots of the tokens ``start + offs_n`` in their pages. Where pages divide blocks they do not depend on ``start``, so that
     offsets inside a page leave the loop: 64-bit arithmetic for every token costs more than the softmax."""

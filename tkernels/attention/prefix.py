@@ -22,7 +22,7 @@ from tkernels._triton import cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, finish, scaled_rows
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles
-from tkernels.attention.prefill import block
+from tkernels.attention.prefill import first_page_ids, fold_keys
 
 _LEAST = 4  # blocks of a split: folding one more state costs what two or three blocks do
 
@@ -31,7 +31,9 @@ _LEAST = 4  # blocks of a split: folding one more state costs what two or three 
 def _prefix_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, table_ptr, len_ptr, cu_ptr, k_scale_ptr, v_scale_ptr,
     num_seqs, num_tokens, capacity, splits, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
-    stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
+    stride_qt, stride_qh,
+    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
+    stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
@@ -56,12 +58,13 @@ def _prefix_kernel(
 
         offs_m = tl.arange(0, BLOCK_M)
         offs_d = tl.arange(0, BLOCK_D)
-        offs_n = tl.arange(0, BLOCK_N)
         mask_d = offs_d < DIM
         token_m = tile * TOKENS + offs_m // GROUP
         head_m = head * GROUP + offs_m % GROUP
         mask_m = (token_m < live) & (offs_m < TOKENS * GROUP)
         rows = token_m.to(tl.int64)
+        whole = tl.maximum(tl.minimum(end, length // BLOCK_N), begin)
+        page, next_page = first_page_ids(table_ptr, begin, whole, PAGE, BLOCK_N)
         q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
         q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         if HAS_K_SCALE:
@@ -73,24 +76,13 @@ def _prefix_kernel(
             q, largest = scaled_rows(q, COMPUTE)
             qk_scale *= largest
 
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        k_head = k_ptr + head.to(tl.int64) * stride_kh
-        v_head = v_ptr + head.to(tl.int64) * stride_vh
-        whole = tl.maximum(tl.minimum(end, length // BLOCK_N), begin)
-        for i in tl.range(begin, whole, num_stages=STAGES):
-            m, l, acc = block(
-                q, m, l, acc, k_head, v_head, table_ptr, i * BLOCK_N, 0, length, token_m, qk_scale, softcap, 0,
-                stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, False, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-            )  # fmt: skip
-        for i in tl.range(whole, end, num_stages=1):
-            m, l, acc = block(
-                q, m, l, acc, k_head, v_head, table_ptr, i * BLOCK_N, 0, length, token_m, qk_scale, softcap, 0,
-                stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, True, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-            )  # fmt: skip
+        m, l, acc = fold_keys(
+            q, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh, table_ptr, page, next_page,
+            0, length, begin, whole, end, begin, whole, token_m, tl.zeros([BLOCK_M], tl.int32) + (length - 1),
+            qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
+            PAGE, BLOCK_N, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES,
+        )  # fmt: skip
         if not HAS_SOFTCAP:
             m = m * qk_scale
         factor, lse = finish(m, l, m, v_factor, False)

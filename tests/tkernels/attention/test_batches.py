@@ -71,6 +71,20 @@ def test_b078_length_beyond_the_table_is_cut(device):
     assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_bits_of_a_prompt_do_not_depend_on_its_chunks(window, device):
+    """A block of keys that ends the cache in one call, and is loaded with a mask there, is loaded whole in another."""
+    case = make_case([90], [90], heads=4, kv_heads=2, dim=16, device=device, window=window)
+    expected, _ = attend(case)
+    check(case, expected)
+    for begin, end in ((0, 41), (41, 64), (64, 90)):
+        chunk = Case(*case.tensors, dict(case.keywords))
+        chunk.q, chunk.seq_lens = case.q[begin:end], torch.tensor([end], dtype=torch.int32, device=device)
+        chunk.cu_seqlens_q = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        out, _ = attend(chunk)
+        assert torch.equal(out, expected[begin:end])
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [12, 1, 9]])
 def test_b091_batch_of_empty_rows(query_lens, device):
     case = make_case([0, 0, 0], query_lens, heads=2, kv_heads=1, dim=16, max_pages=1, device=device)

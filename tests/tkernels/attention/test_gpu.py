@@ -10,6 +10,7 @@ from tests.tkernels.attention.cases import Case, check, check_far_pages, make_ca
 from tests.tkernels.attention.test_batches import part
 from tests.tkernels.attention.test_values import attend
 from tests.tkernels.captured import captured
+from tkernels.attention import prefill_sm90
 from tkernels.attention.ref import paged_attention_ref
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +134,37 @@ def test_features(keywords, dtype):
         keywords |= {"k_scale": 0.5, "v_scale": torch.rand(8, device="cuda") + 0.5}
     case = make_case([1000, 33, 0, 700, 2000], [1, 1, 1, 5, 300], extra_rows=3, **{**SHAPE, "dtype": dtype}, **keywords)
     check(case, *attend(case))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {}, {"page_size": 64}, {"page_size": 256}, {"page_size": 24}, {"dim": 64}, {"dim": 80}, {"dim": 256}, {"heads": 56},
+        {"window": 100}, {"window": 300, "softcap": 5.0}, {"causal": False}, {"dtype": torch.float8_e4m3fn},
+        {"dtype": torch.float8_e4m3fn, "window": 100}, {"dtype": torch.float32},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_by_the_plain_kernel(shape):
+    """One to sixteen blocks of keys in its pipelined loop, where triton 3.6 has read the pages of the first one again and again; alone,
+    in chunks and in a batch the bits are the same."""
+    query_lens = [9, 127, 128, 129, 256, 385, 512, 2000]
+    shape = {**SHAPE, **shape}
+    prefill_sm90.enable(False)
+    try:
+        case = make_case([n + 3 * (n % 2) for n in query_lens], query_lens, **shape)
+        out, lse = attend(case)
+        check(case, out, lse)
+        for s in range(len(query_lens)):
+            alone, _ = attend(part(case, s, s + 1))
+            rows = slice(*case.cu_seqlens_q[s : s + 2].tolist())
+            assert torch.equal(alone, out[rows]), f"sequence {s}"
+        if case.keywords.get("causal", True):
+            chunk = part(case, 7, 8)
+            chunk.q, chunk.seq_lens, chunk.cu_seqlens_q = chunk.q[:777], chunk.seq_lens - 1223, chunk.cu_seqlens_q.clamp(max=777)
+            assert torch.equal(attend(chunk)[0], out[-2000:-1223])
+    finally:
+        prefill_sm90.enable(True)
 
 
 def test_no_compilation_after_warm_up():
