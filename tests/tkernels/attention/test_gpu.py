@@ -146,8 +146,8 @@ def test_features(keywords, dtype):
     ids=str,
 )  # fmt: skip
 def test_prompts_by_the_plain_kernel(shape):
-    """One to sixteen blocks of keys in its pipelined loop, where triton 3.6 has read the pages of the first one again and again; alone,
-    in chunks and in a batch the bits are the same."""
+    """One to many blocks of keys in its pipelined loop, where triton 3.6 has read the pages of the first one again and again; alone and in
+    a batch the bits are the same, and in chunks with keys of 16 bits."""
     query_lens = [9, 127, 128, 129, 256, 385, 512, 2000]
     shape = {**SHAPE, **shape}
     prefill_sm90.enable(False)
@@ -159,7 +159,7 @@ def test_prompts_by_the_plain_kernel(shape):
             alone, _ = attend(part(case, s, s + 1))
             rows = slice(*case.cu_seqlens_q[s : s + 2].tolist())
             assert torch.equal(alone, out[rows]), f"sequence {s}"
-        if case.keywords.get("causal", True):
+        if case.keywords.get("causal", True) and case.k_cache.element_size() == 2:
             chunk = part(case, 7, 8)
             chunk.q, chunk.seq_lens, chunk.cu_seqlens_q = chunk.q[:777], chunk.seq_lens - 1223, chunk.cu_seqlens_q.clamp(max=777)
             assert torch.equal(attend(chunk)[0], out[-2000:-1223])
