@@ -176,7 +176,7 @@ def test_what_is_tried_fits_and_leaves_room_for_two_programs_a_multiprocessor_at
                 assert tile.block_n % 64 == 0 and tile.block_n * tile.block_m(rows) >= 128 * tile.num_warps
                 assert tile.num_stages * tile.block_k * tile.splits < k + tile.block_k * tile.splits, "no stage is empty"
                 assert tile.num_stages > 1 or tile.block_k * tile.splits >= k, "a stage is filled again while the next one is used"
-            if rows != 8:  # there are programs enough only where there are shares for them
+            if rows != 8 or "norm" in variant:  # 8 rows: there are programs enough only where there are shares for them
                 assert any(tile.slices == 1 for tile in tiles) == (rows > 8 and "norm" not in variant)
     kinds = lambda *args, **more: {tile.kind for tile in candidates(*args, 132, **more)}
     assert "tma" not in kinds("norm", 1, 3072, 2048) | kinds("rope", 1, 3072, 2048) | kinds("plain", 1, 3072, 2040, tma=True)
@@ -312,8 +312,8 @@ def test_a_program_that_does_not_wait_leaves_its_share_to_the_last(
 
 @gpu
 @pytest.mark.usefixtures("in_time")
-def test_programs_that_cannot_all_run_at_once_do_not_wait_for_good(device: torch.device) -> None:
-    """More of them than a device holds, on streams of which one goes first, so that each has some waiting for others of its tile."""
+def test_launches_of_two_streams_at_once_change_no_bit(device: torch.device) -> None:
+    """Of more programs than a device holds, on streams of which one goes first."""
     tile, rows = Tile("tma", 128, 128, 1, 8, 5, 8), 64
     cases = [_case(rows, 128 * 100, 8192, "residual", torch.bfloat16, device, tile) for _ in range(2)]
     expected = [_run(case, tile) for case in cases]

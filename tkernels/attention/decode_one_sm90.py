@@ -76,11 +76,11 @@ _LAYOUTS_OF_MANY = {
 }
 
 
-def layout_of(dim: int, itemsize: int, num_seqs: int = 1, columns: int = 8) -> Layout:
+def layout_of(dim: int, itemsize: int, num_seqs: int = 1, columns: int = 8, queries: int = 1) -> Layout:
     """dim: 64, 128, or 256 of a cache of 16 bits. itemsize: of the cache. All but stages, programs and split is part of the arithmetic, and
     the same for all numbers of sequences and of columns. Measured on an H200."""
     layout = _LAYOUTS[itemsize, dim]
-    if columns > 16:  # a thread keeps the accumulators of 16
+    if columns > 8 and queries > 1:  # with all columns of its keys and a mask for each, a thread spills
         return layout._replace(split=2, programs_per_sm=1)
     few = num_seqs < _MANY or columns > 8  # of more columns two programs do not fit
     return layout if few else _LAYOUTS_OF_MANY.get((itemsize, dim), layout)
@@ -114,11 +114,11 @@ def constants(
     group = x.heads // x.kv_heads
     rows = queries * next_power_of_2(group)
     columns = max(8, rows)
-    layout = layout or layout_of(dim, x.k_cache.element_size(), x.num_seqs, columns)
+    layout = layout or layout_of(dim, x.k_cache.element_size(), x.num_seqs, columns, queries)
     programs = max(1, num_sms * layout.programs_per_sm // x.kv_heads)
     return dict(
         DTYPE=_sm90.element(x.q.dtype), CACHE_DTYPE=_sm90.element(x.k_cache.dtype), KV_HEADS=x.kv_heads, GROUP=group, COLUMNS=columns,
-        SLOT_ROWS=rows, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
+        SLOT_ROWS=rows if queries == 1 else columns, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
         BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
         PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * num_sms // x.kv_heads)), UNCUT=layout.uncut, LEAST=layout.least,
         BY_RANGE=x.num_seqs > programs, MIN_QUERIES=min_queries, QUERIES=queries, SPLIT=layout.split,
@@ -148,7 +148,7 @@ def decode_one_sm90(
     x = inputs
     target = target_of(out.device)
     constant = constants(x, lse is not None, target.num_sms, queries, min_queries)
-    layout = layout_of(constant["DIM"], x.k_cache.element_size(), x.num_seqs, constant["COLUMNS"])
+    layout = layout_of(constant["DIM"], x.k_cache.element_size(), x.num_seqs, constant["COLUMNS"], queries)
     programs = constant["PROGRAMS"]
     owners = min(x.num_seqs, programs)
     grid = min(target.num_sms * layout.programs_per_sm, programs * x.kv_heads)

@@ -68,7 +68,9 @@ def compile_case(
     elif kernel == "decode_one":
         chosen = decode_one_sm90.Layout(*layout) if layout else None
         constants = decode_one_sm90.constants(x, lse, 132, queries, min_queries, chosen) | {"PDL": pdl}
-        chosen = chosen or decode_one_sm90.layout_of(constants["DIM"], x.k_cache.element_size(), columns=constants["COLUMNS"])
+        chosen = chosen or decode_one_sm90.layout_of(
+            constants["DIM"], x.k_cache.element_size(), columns=constants["COLUMNS"], queries=queries
+        )
         function, boxes = decode_one_sm90_kernel, decode_one_sm90.boxes(x, constants)
         options = {"num_warps": chosen.num_warps, "maxnreg": chosen.maxnreg}
     else:

@@ -128,6 +128,18 @@ def test_the_workspace_is_bounded_by_the_device(cache, heads: int, kv_heads: int
     check_workspace(decode_one_sm90, case, seqs, mib * (264 // kv_heads) / (132 // kv_heads) if two else mib, queries=queries)
 
 
+@pytest.mark.usefixtures("gluon_compiles")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@caches
+def test_rows_of_every_token_lie_in_their_slot(cache, dim: int) -> None:
+    for group in range(1, 17 if dim <= 128 else 9):
+        case = make_case([2], [1], **SHAPE | {"heads": 2 * group, "kv_heads": 2, "dim": dim, "device": "cpu", "dtype": cache})
+        for queries in (1, 2, 4, 8):
+            if queries <= decode_one_sm90.most_queries(checked(case)) and not (dim > 128 and cache.itemsize == 1):
+                constant = decode_one_sm90.constants(checked(case), False, 132, queries)
+                assert (queries - 1) * (constant["COLUMNS"] // queries) + group <= constant["SLOT_ROWS"], (group, queries)
+
+
 # ---- how the work is cut
 
 
@@ -200,7 +212,7 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
         dim, fp8, queries = next_power_of_2(case.get("dim", 128)), case.get("fp8", False), case.get("queries", 1)
         columns = max(8, queries * next_power_of_2(case.get("heads", 32) // case.get("kv_heads", 8)))
         layout = decode_one_sm90.Layout(*case["layout"]) if "layout" in case else None
-        layout = layout or decode_one_sm90.layout_of(dim, 1 if fp8 else 2, columns=columns)
+        layout = layout or decode_one_sm90.layout_of(dim, 1 if fp8 else 2, columns=columns, queries=queries)
         # bytes; of several tokens some of the words that describe a segment, one of which is read a block
         spilling = dim > 128 or (dim == 128 and queries > 1 and (fp8 or "window" in case))
         assert facts["spills"] <= (128 if spilling else 0), (case, facts)
@@ -217,6 +229,7 @@ def test_compiles_for_sm_90() -> None:
     verify_compiled([{"pdl": 2}, {"dim": 64, "pdl": 1}, {"dim": 64, "layout": many}, {"dim": 256}, {"pdl": 1, "fp8": True}])
     verify_compiled([{"fp8": True, "layout": many_fp8}])
     verify_compiled([{"queries": 8}, {"queries": 8, "fp8": True, "pdl": 2}, {"queries": 8, "heads": 16, "min_queries": 2}])
+    verify_compiled([{"queries": 4}, {"queries": 2}, {"queries": 2, "heads": 8}])
 
 
 def test_layouts_of_many_sequences_have_the_arithmetic_of_few() -> None:
@@ -229,7 +242,7 @@ def test_layouts_of_many_sequences_have_the_arithmetic_of_few() -> None:
 
 def test_layouts_of_many_columns_have_the_arithmetic_of_few() -> None:
     for itemsize, dim in decode_one_sm90._LAYOUTS:
-        few, many = decode_one_sm90.layout_of(dim, itemsize), decode_one_sm90.layout_of(dim, itemsize, 64, 32)
+        few, many = decode_one_sm90.layout_of(dim, itemsize), decode_one_sm90.layout_of(dim, itemsize, 64, 32, 8)
         free = dict.fromkeys(("k_stages", "v_stages", "programs_per_sm", "split"), 0)
         assert few._replace(**free) == many._replace(**free)
 
@@ -449,10 +462,11 @@ def test_bits_alone_in_a_batch_padded_and_in_every_bucket(taken, cache, dim, hea
 
 @gpu
 @pytest.mark.parametrize("queries", [2, 4])
+@pytest.mark.parametrize("heads", [2, 4, 8])
 @caches
-def test_columns_of_a_launch_change_no_bit(taken, cache, queries):
+def test_columns_of_a_launch_change_no_bit(taken, cache, heads, queries):
     """Of sequences that launches of 8, 16 and 32 columns take."""
-    case = case_of([1000, 300, 9000, 129, 64, 4097], [1, queries, 1, queries, 2, 1], cache=cache)
+    case = case_of([1000, 300, 9000, 1290, 64, 4097], [1, queries, queries, queries, 2, 1], cache=cache, heads=heads)
     results = []
     for most in (queries, 2 * queries):
         out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device="cuda")

@@ -29,8 +29,8 @@ def decode_one_sm90_kernel(
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As decode_sm90_kernel, for sequences of MIN_QUERIES to QUERIES tokens, with boxes of [QUERIES, COLUMNS // QUERIES, DIM] for q and
-    SLOT_ROWS rows a slot, QUERIES times GROUP rounded up to a power of two. With MIN_QUERIES 1 also writes zeros into the rows of no
-    sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3. SPLIT: warps that share the columns of the same keys."""
+    SLOT_ROWS rows a slot: COLUMNS, or for one token GROUP rounded up to a power of two. With MIN_QUERIES 1 also writes zeros into the rows
+    of no sequence. DTYPE: q's. CACHE_DTYPE: the same, or e4m3. SPLIT: warps that share the columns of the same keys."""
     q_shared = gl.allocate_shared_memory(DTYPE, [Q_STAGES, COLUMNS, DIM], gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], DTYPE))
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], CACHE_DTYPE)
     k_blocks = gl.allocate_shared_memory(CACHE_DTYPE, [K_STAGES, BLOCK_N, DIM], layout)
