@@ -213,7 +213,7 @@ def paged_attention(
 
     q: [tokens, heads, dim] fp16, bf16, fp32 or float8_e4m3fn, any strides with the last 1; dim 1 to 256; heads a multiple of kv_heads.
         The scale of e4m3 queries is part of ``scale``. They want an e4m3 cache, and prefill on Hopper then multiplies 8 bits: faster
-        than bf16, but softmax weights are rounded to e4m3 too, each by up to 1/16 of itself.
+        than bf16, but softmax weights are rounded to e4m3 too, each by up to 1/16 of itself, from 2^-14 of the row's largest down by more.
     k_cache, v_cache: [pages, page_size, kv_heads, dim] like q, or float8_e4m3fn; any strides with the last 1; page_size 1 to 256.
     block_table: [seqs, max_pages] int32, page ids; entries past a sequence's last page are not read;
         max_pages · page_size at most 2**30.

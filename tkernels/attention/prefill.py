@@ -8,7 +8,8 @@ keys of one head stay in L2. Sequences with fewer query tokens belong to decode.
 Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the heads of a group, tiles are found on the device.
 
 Key blocks that lie in the cache whole go through one pipelined loop, and are masked in it where the diagonal or a window cuts them.
-Outside of it, with masked loads, are only the block of the window's first key and that of the sequence's last one.
+Outside of it, with masked loads, are only the block of the window's first key and that of the sequence's last one. So NaN or Inf in V of a
+key reaches rows before it, of the same block: 0 · Inf. Strides of the caches are compiled in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from tkernels._target import target_of
 from tkernels._triton import cast, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, cap_logits, finish, held, page_ids, page_slots, product, read, scaled_rows, whole_page_ptrs
-from tkernels.attention._inputs import Inputs
+from tkernels.attention._inputs import Inputs, used_strides
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
 
@@ -206,7 +207,7 @@ def _prefill_kernel(
     bottoms = tl.maximum(lengths - query_lens, 0) // TOKENS
     tops = bottoms + counts - 1
     num_prompts = tl.sum(tl.minimum(counts, 1), 0)
-    top = tl.max(tops, 0)
+    top = tl.max(tl.where(counts > 0, tops, 0), 0)
     if rank < tl.sum(counts, 0):
         # a level has a tile of each prompt at most; where all prompts have the same levels, this bound is the answer
         s, level = _tile_of(rank, top - rank // num_prompts, seqs, tops, bottoms, counts)
@@ -290,7 +291,7 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         x.num_seqs, num_tiles, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), out.stride(0), out.stride(1), stride_lt, stride_lh,
-        *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        *used_strides(x.k_cache), *used_strides(x.v_cache),
         GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,

@@ -20,7 +20,7 @@ from tkernels import _dependent
 from tkernels._dependent import wait
 from tkernels._triton import cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, finish, scaled_rows
-from tkernels.attention._inputs import Inputs
+from tkernels.attention._inputs import Inputs, used_strides
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.prefill import first_page_ids, fold_keys
 
@@ -129,7 +129,7 @@ def prefix(
         _prefix_kernel, (cdiv(num_tokens, tile_tokens) * x.kv_heads * splits,), parts.device,
         x.q, x.k_cache, x.v_cache, parts, lse, table, length, x.cu_seqlens_q, x.k_scale, x.v_scale,
         x.num_seqs, num_tokens, capacity, splits, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
-        x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
+        x.q.stride(0), x.q.stride(1), *used_strides(x.k_cache), *used_strides(x.v_cache),
         KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, LEAST=_LEAST,
         HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None,

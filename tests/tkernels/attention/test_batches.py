@@ -74,13 +74,14 @@ def test_b078_length_beyond_the_table_is_cut(device):
 @pytest.mark.parametrize("lens", [[40, 40, 40], [70, 40, 9, 70, 130]], ids=str)
 @pytest.mark.parametrize("prefix", [0, 33])
 def test_every_tile_of_prompts_of_equal_and_of_other_lengths_is_found(lens, prefix, device):
-    case = make_case([prefix + n for n in lens], lens, heads=2, kv_heads=1, dim=16, device=device)
+    """Beside a sequence of one query token that is longer than all of them."""
+    case = make_case([*(prefix + n for n in lens), 900], [*lens, 1], heads=2, kv_heads=1, dim=16, device=device)
     check(case, *attend(case))
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_bits_of_a_prompt_do_not_depend_on_its_chunks(window, device):
-    """A block of keys that ends the cache in one call, and is loaded with a mask there, is loaded whole in another."""
+    """A block of keys that ends the cache in one call, and is loaded with a mask there, is loaded whole in another. With finite values."""
     case = make_case([90], [90], heads=4, kv_heads=2, dim=16, dtype=torch.float16, device=device, window=window)
     expected, _ = attend(case)
     check(case, expected)

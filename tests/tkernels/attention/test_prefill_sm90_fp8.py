@@ -157,19 +157,38 @@ def test_each_weight_meets_its_own_key_and_column(taken):
 
 
 @gpu
-def test_weights_far_below_the_largest_still_count(taken):
-    """4000 keys of 2^-14 of the largest weight, less than e4m3 could hold beside 1."""
+@pytest.mark.parametrize("page", [3, 250])
+def test_weights_far_below_the_largest_still_count(taken, page):
+    """4000 keys of 2^-14 of the largest weight, less than e4m3 could hold beside 1. Blocks are taken from the last one on: the largest
+    lies in the last one taken, or in the first one, which sets the base."""
     case = make_case([4001], [128], **{**SHAPE, "heads": 1, "kv_heads": 1}, scale=14 * 0.6931471805599453 / 16, causal=False)
     case.q = torch.zeros_like(case.q.float()).index_fill(2, torch.tensor([0], device="cuda"), 4.0).to(FP8)
     live = ~case.k_cache.float().isnan()
     k, v = torch.zeros_like(case.k_cache.float()), torch.full_like(case.v_cache.float(), -1.0)
-    k[case.block_table[0, 3], 5, 0, 0] = 4.0
-    v[case.block_table[0, 3], 5] = 1.0
+    slot = 5 if page < 250 else 0
+    k[case.block_table[0, page], slot, 0, 0] = 4.0
+    v[case.block_table[0, page], slot] = 1.0
     case.k_cache, case.v_cache = (torch.where(live, x, float("nan")).to(FP8) for x in (k, v))
     out, lse = attend(case)
     check(case, out, lse)
     share = 4000 / 2**14
     assert (out.float() - (1 - share) / (1 + share)).abs().max() < 5e-3
+
+
+@gpu
+@pytest.mark.parametrize("bits", [0.7, 0.8, 1.0, 1.4, 9.0])
+def test_no_weight_passes_the_end_of_e4m3(taken, bits):
+    """One key ``bits`` above those of the first block that is taken, which set the base: 2^8.7 still has a code, 2^8.8 is raised before it
+    loses more than rounding takes."""
+    case = make_case([300], [128], **{**SHAPE, "heads": 1, "kv_heads": 1}, scale=bits * 0.6931471805599453 / 16, causal=False)
+    case.q = torch.zeros_like(case.q.float()).index_fill(2, torch.tensor([0], device="cuda"), 4.0).to(FP8)
+    live = ~case.k_cache.float().isnan()
+    k, v = torch.zeros_like(case.k_cache.float()), torch.zeros_like(case.v_cache.float())
+    k[case.block_table[0, 3], 5, 0, 0] = 4.0
+    v[case.block_table[0, 3], 5] = 64.0
+    case.k_cache, case.v_cache = (torch.where(live, x, float("nan")).to(FP8) for x in (k, v))
+    exact = 64 * 2**bits / (299 + 2**bits)
+    assert (attend(case)[0].float() / exact - 1).abs().max() < 1 / 16 + 5e-3
 
 
 def scaled_pages(case: Case, factor: Callable[[float], float]) -> Case:

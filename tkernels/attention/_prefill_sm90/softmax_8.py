@@ -2,7 +2,7 @@
 
 A weight is 2^x, x = scaled score - base. The base of a row is its largest score in the first block that it sees, less SHIFT; it is raised
 only where an x passes LIMIT, just below the end of e4m3 (448 = 2^8.8), and then by as much as makes the row's largest x SHIFT again.
-Nearly all blocks leave it as it is: their exponentials wait for no maximum of the row, and what was summed before needs no factor. A block
+Most blocks of a long row leave it as it is: their exponentials wait for no maximum, and what was summed before needs no factor. A block
 that raises it does so before its exponentials, so that no score is too large.
 
 Per row a thread holds one value of its own ([ROWS, 4]: t, the thread of the four that share a row): the base, the same in the four, and the
@@ -11,6 +11,8 @@ sum of its weights.
 
 from __future__ import annotations
 
+import struct
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,9 +20,9 @@ from tkernels.attention._prefill_sm90.shared import ROWS, mma_layout
 from tkernels.attention._prefill_sm90.softmax import hide_unseen
 from tkernels.attention._sm90_gluon import cap
 
-SHIFT = gl.constexpr(5)  # weights 2^-14 of the largest one are 2^-9 then, the least that e4m3 holds
+SHIFT = gl.constexpr(8)  # weights 2^-17 of the largest one are 2^-9 then, the least that e4m3 holds; with less, bases are raised less often
 LIMIT = gl.constexpr(8.75)
-_LIMIT_BITS = gl.constexpr(0x410C0000)  # as an integer
+_LIMIT_BITS = gl.constexpr(struct.unpack("i", struct.pack("f", LIMIT.value))[0])  # as an integer
 _WORD = gl.constexpr(
     "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; mov.b32 $0, {x, y}; }"
 )
