@@ -240,7 +240,7 @@ def test_cascade_of_every_tile(heads, dim, dtype):
         own = [q + 7 for q in query_lens]
         shape = {**SHAPE, "heads": heads[0], "kv_heads": heads[1], "dim": dim, "dtype": dtype}
         case = make_case([1024 + n for n in own], query_lens, poison=False, **shape, **keywords)
-        case.block_table[:, :64] = case.block_table[0, :64]
+        case.block_table[:, :64] = case.block_table[0, :64].clone()
         q, k_cache, v_cache, table, lens, starts = case.tensors
         shared_len = torch.full((1,), 1024, dtype=torch.int32, device="cuda")
         out, lse = tkernels.cascade_attention(
