@@ -28,14 +28,6 @@ class Stages(NamedTuple):
     full: gl.shared_memory_descriptor
 
 
-class Returned(NamedTuple):
-    """A ring whose stages are given back at mbarriers."""
-
-    blocks: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-
 @gluon.constexpr_function
 def _named_barrier(kind, threads):
     return f"bar.{kind} $1, {threads}; mov.u32 $0, $1;"

@@ -29,7 +29,7 @@ class Sm90Tiles:
     barriers."""
 
     block_n: int  # keys of a block
-    k_stages: int  # K and V blocks that are resident: a named barrier each
+    k_stages: int  # K and V blocks that are resident; with raw_stages their sum is at most 8
     v_stages: int
     raw_stages: int = 0  # of 8-bit V, not yet transposed
     consumer_registers: int = 240  # a thread, of the two warpgroups that compute
@@ -46,7 +46,7 @@ _TILES = {
 }
 _TILES_8_BIT = dict.fromkeys(
     (64, 128),
-    Sm90Tiles(block_n=128, k_stages=4, v_stages=4, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
+    Sm90Tiles(block_n=128, k_stages=3, v_stages=3, raw_stages=2, consumer_registers=208, worker_registers=32, transposer_registers=64),
 )
 _DIMS = (min(_TILES) // 2 + 1, max(_TILES))
 _DIMS_8_BIT = (min(_TILES_8_BIT) // 2 + 1, max(_TILES_8_BIT))
@@ -96,7 +96,7 @@ def constants(x: Inputs, has_lse: bool, min_query: int) -> dict[str, Any]:
         BLOCK_N=tiles.block_n, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, RAW_STAGES=tiles.raw_stages,
         CONSUMER_REGISTERS=tiles.consumer_registers - spare, WORKER_REGISTERS=tiles.worker_registers + spare,
         TRANSPOSER_REGISTERS=tiles.transposer_registers, OUT_DTYPE=_sm90.element(output_dtype(x.q.dtype)),
-        NARROW=eight or dim > 128 or x.window > 0 or x.softcap > 0,
+        NARROW=not eight and (dim > 128 or x.window > 0 or x.softcap > 0),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None, HAS_LSE=has_lse,
         HALF_DIAGONAL=x.causal and not x.window and not x.softcap and tiles.block_n == _TILE,
     )  # fmt: skip

@@ -3,9 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
-"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros",
-"constants_rounded" (to 8 bits, where ptxas leaves half the word to chance; how often the assembler has such instructions, None without a
-disassembler)} a case.
+"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often
+the assembler has such instructions, None without a disassembler)} a case.
 """
 
 from __future__ import annotations
@@ -115,7 +114,6 @@ def compile_case(
         "order": _order(ptx),
         "give_backs": None if sass is None else sass.count("BAR.ARV"),
         "leading_zeros": None if sass is None else sass.count("FLO.U32"),
-        "constants_rounded": None if sass is None else len(re.findall(r"F2FP\S*E4M3\S* R\d+, RZ, RZ, R\d", sass)),
     }
 
 

@@ -6,12 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tkernels.attention._prefill_sm90.blocks import first_block, first_half_block, next_block
-from tkernels.attention._prefill_sm90.blocks_8 import first_block_8, first_half_block_8, next_block_8
-from tkernels.attention._prefill_sm90.shared import OUT_COLUMNS, ROWS, TILE, here, mma_layout
-from tkernels.attention._prefill_sm90.softmax import round_weights
-from tkernels.attention._prefill_sm90.softmax_8 import operand
-from tkernels.attention._prefill_sm90.stages import give_values, pass_block, values
+from tkernels.attention._prefill_sm90.blocks import first_block, first_half_block, give_values, next_block, pass_block, values
+from tkernels.attention._prefill_sm90.shared import OUT_COLUMNS, ROWS, SHIFT, TILE, here, mma_layout
+from tkernels.attention._prefill_sm90.softmax import operand, round_weights
 from tkernels.attention._sm90_gluon import WORK_STAGES, get_word, wait_work
 
 
@@ -47,10 +44,6 @@ def consumer(
 ):  # fmt: skip
     """Rows WG · ROWS to (WG + 1) · ROWS of every tile. Blocks of keys from the last to the first: cut by the diagonal or the end,
     seen by every row (no mask in that loop), cut by the window's start."""
-    EIGHT: gl.constexpr = DTYPE.primitive_bitwidth == 8
-    first_of: gl.constexpr = first_block_8 if EIGHT else first_block
-    first_half_of: gl.constexpr = first_half_block_8 if EIGHT else first_half_block
-    next_of: gl.constexpr = next_block_8 if EIGHT else next_block
     s_layout: gl.constexpr = mma_layout(BLOCK_N, DTYPE)
     o_layout: gl.constexpr = mma_layout(DIM, DTYPE)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -69,8 +62,7 @@ def consumer(
         base = (blocks - 1) * BLOCK_N  # the last block's start: keys count from it in what follows
         full = blocks - 1  # blocks before it are not cut by the diagonal or the end
         if CAUSAL:
-            # of 8 bits, every row sees a key in a masked block
-            full = gl.maximum(gl.minimum((first_position + (0 if EIGHT else 1)) // BLOCK_N, full), low)
+            full = gl.maximum(gl.minimum((first_position + 1) // BLOCK_N, full), low)
             sees = offs_m + (first_position - base)  # the last key that a row sees
         else:
             sees = gl.full([ROWS], 0, gl.int32, offs_m.type.layout) + (length - 1 - base)
@@ -85,36 +77,36 @@ def consumer(
         mbarrier.wait(ks.full.index(stage), (i // K_STAGES) & 1)
         if HALF_DIAGONAL and WG == 0:
             if first_position - base + ROWS <= BLOCK_N // 2:  # no row sees the right half of this block
-                p, m, l = first_half_of(
+                p, m, l = first_half_block(
                     q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
                 )
             else:
-                p, m, l = first_of(
+                p, m, l = first_block(
                     q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
                 )
         else:
-            p, m, l = first_of(
+            p, m, l = first_block(
                 q, ks.blocks.index(stage), sees, stage, qk_scale, softcap, window, s_layout, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP
             )
-        if NARROW and not EIGHT:
+        if NARROW:
             p = round_weights(p, DTYPE, DIM)
         acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
         i += 1
         for j in range(1, blocks - full):
-            acc, m, l, p = next_of(
+            acc, m, l, p = next_block(
                 q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
                 qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
             i += 1
         for _j in range(gl.maximum(blocks - full, 1), blocks - open_low):
-            acc, m, l, p = next_of(
+            acc, m, l, p = next_block(
                 q, ks, vs, i, acc, m, l, p, sees, offs_n, qk_scale, softcap, window, zeros,
                 False, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
             i += 1
         if HAS_WINDOW:
             for j in range(gl.maximum(blocks - open_low, 1), blocks - low):
-                acc, m, l, p = next_of(
+                acc, m, l, p = next_block(
                     q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
                     qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
@@ -123,7 +115,7 @@ def consumer(
         v_stage = (i - 1) % V_STAGES
         p_narrow = p if NARROW else round_weights(p, DTYPE, DIM)
         mbarrier.wait(vs.full.index(v_stage), ((i - 1) // V_STAGES) & 1)
-        acc = warpgroup_mma(operand(p_narrow, DTYPE, DIM) if EIGHT else p_narrow, values(vs, v_stage), acc, is_async=True)
+        acc = warpgroup_mma(operand(p_narrow, DTYPE, DIM), values(vs, v_stage), acc, is_async=True)
         # while the last P · V runs
         head, row, rows, seq_len = _end_tile(tiles, k)
         row += WG * ROWS
@@ -133,11 +125,10 @@ def consumer(
         acc, p_narrow = warpgroup_mma_wait(0, [acc, p_narrow])
         give_values(vs, v_stage, K_STAGES)
 
-        if EIGHT:
-            m = gl.convert_layout(gl.max(m, 1), none.type.layout)  # the base, the same in the four threads of a row
-            l = gl.convert_layout(gl.sum(l, 1), none.type.layout)
-        elif not HAS_SOFTCAP:
+        if not HAS_SOFTCAP:
             m = m * qk_scale
+        if DTYPE.primitive_bitwidth == 8:
+            m -= SHIFT
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
             sink = none + gl.where(seq_len > 0, sink, float("-inf"))

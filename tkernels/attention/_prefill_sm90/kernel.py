@@ -14,10 +14,9 @@ transposed into a second ring, which is the one that the consumers read.
 The stream ends with a tile of no blocks, all of whose words are zero. By then every load has been waited for by who uses it, and
 consumers wait for their stores.
 
-Handshakes: mbarriers for what TMA fills, for tiles and for what the transposer gives back; named barriers (inline assembly) for stages
-that consumers give back, since an ``mbarrier.arrive`` of Gluon synchronises all the warps of its role first. Every role sees the same tiles
-in the same order and counts its stages itself. Nothing is read beyond a tile's last page; TMA clips whatever page id the table holds to
-the cache.
+Handshakes: mbarriers for what TMA fills and for tiles; named barriers (inline assembly) for stages that consumers give back, since an
+``mbarrier.arrive`` of Gluon synchronises all the warps of its role first. Every role sees the same tiles in the same order and counts
+its stages itself. Nothing is read beyond a tile's last page; TMA clips whatever page id the table holds to the cache.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from tkernels._gluon import depart, enter
 from tkernels.attention._prefill_sm90.consumer import consumer
 from tkernels.attention._prefill_sm90.loaders import cleaner, loader
 from tkernels.attention._prefill_sm90.scheduler import scheduler
-from tkernels.attention._prefill_sm90.shared import FIELDS, HANDSHAKE, OUT_COLUMNS, ROWS, WARPGROUPS
+from tkernels.attention._prefill_sm90.shared import FIELDS, GIVE_RAW, HANDSHAKE, OUT_COLUMNS, ROWS, WARPGROUPS
 from tkernels.attention._prefill_sm90.transposer import transposer
-from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Returned, Stages, Work
+from tkernels.attention._sm90_gluon import FIRST_BARRIER, WORK_STAGES, Stages, Work
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt", "stride_lt", "stride_lh"])
@@ -84,13 +83,14 @@ def prefill_sm90_kernel(
     tiles = Work(words, tile_full, tile_empty)
     ks = Stages(k_blocks, k_full)
     vs = Stages(v_blocks, v_full)
+    RAW_BARRIER: gl.constexpr = FIRST_BARRIER + K_STAGES + V_STAGES
     if EIGHT:
         raw_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], barrier)
-        raw_empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], barrier)
         for stage in gl.static_range(RAW_STAGES):
             mbarrier.init(raw_full.index(stage), count=1)
-            mbarrier.init(raw_empty.index(stage), count=1)
-        raw = Returned(raw_blocks, raw_full, raw_empty)
+        raw = Stages(raw_blocks, raw_full)
+    else:
+        raw = vs
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -117,13 +117,13 @@ def prefill_sm90_kernel(
             (
                 loader,
                 (
-                    v_desc, table_ptr, window, raw if EIGHT else vs, tiles, None if EIGHT else FIRST_BARRIER + K_STAGES, HANDSHAKE,
-                    RAW_STAGES if EIGHT else V_STAGES, not EIGHT, GROUP, DIM, PAGE, BLOCK_N, HAS_WINDOW,
+                    v_desc, table_ptr, window, raw, tiles, RAW_BARRIER if EIGHT else FIRST_BARRIER + K_STAGES,
+                    GIVE_RAW if EIGHT else HANDSHAKE, RAW_STAGES if EIGHT else V_STAGES, not EIGHT, GROUP, DIM, PAGE, BLOCK_N, HAS_WINDOW,
                 ),
             ),
             (
                 transposer,
-                (raw, vs, tiles, window, FIRST_BARRIER + K_STAGES, DIM, BLOCK_N, RAW_STAGES, V_STAGES, HAS_WINDOW),
+                (raw, vs, tiles, window, RAW_BARRIER, FIRST_BARRIER + K_STAGES, DIM, BLOCK_N, RAW_STAGES, V_STAGES, HAS_WINDOW),
             ) if EIGHT else (cleaner, (vs, tiles, window, DTYPE, DIM, BLOCK_N, V_STAGES, HAS_WINDOW)),
             (
                 scheduler,

@@ -16,9 +16,9 @@ def loader(
 ):  # fmt: skip
     """Streams the K or the V blocks of every tile. A page id past the sequence's last page is never read: the last page stands in.
 
-    THREADS: that meet at the named barrier of a stage, from BARRIER on, when it is given back; None: the ring has mbarriers for that.
-    CLEAN (V of 16 bits): a block with slots that no query of the tile may see, those past the sequence's length and those before the window
-    of its first query, lands at the cleaner's barrier, not at the consumers'.
+    THREADS: that meet at the named barrier of a stage, from BARRIER on, when it is given back. CLEAN (V of 16 bits): a block with slots
+    that no query of the tile may see, those past the sequence's length and those before the window of its first query, lands at the
+    cleaner's barrier, not at the consumers'.
     """
     PAGES: gl.constexpr = BLOCK_N // PAGE if BLOCK_N > PAGE else 1  # in a block
     BLOCKS: gl.constexpr = PAGE // BLOCK_N if PAGE > BLOCK_N else 1  # in a page
@@ -50,9 +50,7 @@ def loader(
             first_page = block * PAGES // BLOCKS
             row = table_ptr + table_row
             page = gl.load(row + gl.minimum(first_page, last_page))  # before the wait, which hides its latency
-            if BARRIER is None:
-                mbarrier.wait(ring.empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            elif i >= STAGES:
+            if i >= STAGES:
                 meet("sync", BARRIER + stage, THREADS)
             mbarrier.expect(ring.full.index(land), BLOCK_N * DIM * (ring.blocks.dtype.primitive_bitwidth // 8))
             for p in gl.static_range(PAGES):
@@ -66,9 +64,8 @@ def loader(
             i += 1
             block -= 1
         k += 1
-    if BARRIER is not None:
-        for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
-            meet("sync", BARRIER + last % STAGES, THREADS)
+    for last in range(gl.maximum(i - STAGES, 0), i):  # no named barrier is left half full at the program's end
+        meet("sync", BARRIER + last % STAGES, THREADS)
 
 
 @gluon.jit

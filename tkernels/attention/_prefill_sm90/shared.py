@@ -14,7 +14,9 @@ OUT_COLUMNS = gl.constexpr(128)  # of a row that the consumers stage for a store
 FIELDS = gl.constexpr(8)  # 32-bit words that describe a tile
 # threads that meet at a named barrier
 HANDSHAKE = gl.constexpr(2 * 128 + 32)  # the consumers and a loader
+GIVE_RAW = gl.constexpr(128 + 32)  # the transposer and the loader of V
 GIVE_TRANSPOSED = gl.constexpr(2 * 128 + 128)  # the consumers and the transposer
+SHIFT = gl.constexpr(8)  # p of 8 bits is 2^(logit - maximum + SHIFT), at most 256 of e4m3's 448: else what is below 2^-9 would be zero
 
 
 @gluon.constexpr_function

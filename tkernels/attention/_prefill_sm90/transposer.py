@@ -6,67 +6,70 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tkernels.attention._prefill_sm90.shared import GIVE_TRANSPOSED, here
+from tkernels.attention._prefill_sm90.shared import GIVE_RAW, GIVE_TRANSPOSED
 from tkernels.attention._sm90_gluon import get_word, meet, wait_work
 
-# of two keys of each half of 16, in two columns: the four bytes of the one column and of the other
-_PICK = gl.constexpr("{ .reg .b32 other; xor.b32 other, $4, 0x1111; prmt.b32 $0, $2, $3, $4; prmt.b32 $1, $2, $3, other; }")
+_INTERLEAVE = gl.constexpr(
+    "{ .reg .b32 x, y, z, w; prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; prmt.b32 z, $6, $7, 0x5140; "
+    "prmt.b32 w, $6, $7, 0x7362; prmt.b32 $0, x, z, 0x5410; prmt.b32 $1, x, z, 0x7632; prmt.b32 $2, y, w, 0x5410; "
+    "prmt.b32 $3, y, w, 0x7632; }"
+)
 
 
 @gluon.constexpr_function
-def _pairs(dim):
-    """A block of 128 keys × ``dim`` bytes as 16-bit pairs of columns, in registers of the 128 threads: as transposing loads of 8 × 8 pairs
-    bring it, two keys of a pair of columns in a register; a warp has a quarter of the columns, which takes the fewest addresses."""
-    chunks = [[0, 8 << i] for i in range((dim // 16).bit_length() - 1)]  # of 16 bytes in a row
-    return gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0], *chunks[2:]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], chunks[:2], [], [128, dim // 2]
-    )
+def _raw_words(dim):
+    """A block of 128 keys × ``dim`` bytes as TMA brings it, in 32-bit words, seen with the two keys of each pair exchanged in every second
+    16 keys: (its layout in shared memory, the layout in registers of the 128 threads).
 
-
-@gluon.constexpr_function
-def _columns(dim):
-    """A transposed block, a row for each column of V, as 16-bit pairs of keys in shared memory, seen with the two rows of each pair
-    exchanged in every second 8 rows: the 8 rows of every second number that a warp writes at once then lie in different banks."""
-    rows = [[16 << i, 0] for i in range((dim // 16).bit_length() - 1)]
-    return gl.SharedLinearLayout([*([0, 1 << i] for i in range(6)), [1, 8], [2, 16], [4, 32], [9, 0], *rows])
-
-
-@gluon.jit
-def _clean(raw, begin, end, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Keys before ``begin`` and from ``end`` on become zero, in place: a thread has one key."""
-    layout: gl.constexpr = gl.BlockedLayout([1, DIM // 2], [32, 1], [4, 1], [1, 0])
-    key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    keep = gl.where((key >= begin) & (key < end), -1, 0).to(gl.int16)[:, None]
-    raw.store(gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [raw.load(layout), keep], gl.int16, is_pure=True, pack=2))
-
-
-@gluon.jit
-def _transpose(raw, transposed, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
-    """raw [BLOCK_N, DIM / 2], transposed [DIM, BLOCK_N / 2]: pairs of bytes in shared memory.
-
-    The keys of a row are in the order in which a thread of the consumers holds their scores: four at a time are
-    2t, 2t + 1, 8 + 2t and 9 + 2t of 16, t = 0 to 3.
+    A thread reads 16 bytes of four keys, 8 lanes at once those of 4 pairs in two groups of 16 keys: as they are exchanged, from 8
+    different rows of the swizzle, so without bank conflicts. Lanes are the words of one row where the block is stored transposed.
     """
-    x = raw.load(_pairs(DIM))
-    x = x.reshape([BLOCK_N // 16, 2, 4, 2, DIM // 2]).permute((0, 2, 3, 4, 1))  # group of 16 keys, t, which of two, pair | half
+    words = dim // 4
+    chunks = [[0, 4 << i] for i in range((words // 4).bit_length() - 1)]  # of 16 bytes in a row: 4 or 8
+    swizzled = [[key, 4 << i] for i, key in enumerate((1, 2, 4))]
+    if dim == 64:  # two rows in 128 bytes: TMA's swizzle of 64 bytes takes the row's number from its second bit on
+        swizzled = [[1, 0], [2, 4], [4, 8]]
+    shared = gl.SharedLinearLayout([[0, 1], [0, 2], *chunks, *swizzled, [8, 0], [17, 0], [32, 0], [64, 0]])
+    registers = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [8, 0], *chunks[2:]], [[2, 0], [4, 0], [16, 0], [32, 0], [64, 0]], chunks[:2], [], [128, words]
+    )
+    return shared, registers
+
+
+@gluon.jit
+def _transpose(raw, transposed, begin, end, CLEAN: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """raw [BLOCK_N, DIM / 4], transposed [DIM, BLOCK_N / 4]: words of four bytes in shared memory. CLEAN: keys before ``begin`` and from
+    ``end`` on become zero.
+
+    The keys of a row are in the order in which a thread of the consumers holds their scores: the four of a word are
+    2t, 2t + 1, 8 + 2t and 9 + 2t of 16 (in every second 16 the two of a pair exchanged), t being the word.
+    """
+    layout: gl.constexpr = _raw_words(DIM)[1]
+    x = raw.load(layout)
+    if CLEAN:
+        row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+        key = row ^ ((row >> 4) & 1)
+        x = gl.where(((key >= begin) & (key < end))[:, None], x, 0)
+    x = x.reshape([BLOCK_N // 16, 2, 4, 2, DIM // 4]).permute((0, 2, 4, 1, 3))  # group of 16 keys, t, word | half, which of the pair
     first, second = x.split()
-    pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, first.type.layout)))
-    swapped = (gl.arange(0, DIM // 2, pair) & 4) != 0
-    pick = gl.where(swapped, 0x7531, 0x6420)[None, None, None, :]
-    a, b = gl.inline_asm_elementwise(_PICK, "=r,=r,r,r,r,r", [first, second, pick], (gl.int16, gl.int16), is_pure=True, pack=2)
-    y = gl.join(a, b).permute((3, 4, 0, 1, 2))  # pair, which of its columns | group, t, half
-    transposed.store(y.reshape([DIM, BLOCK_N // 2]))
+    a, c = first.split()
+    b, d = second.split()
+    o0, o1, o2, o3 = gl.inline_asm_elementwise(
+        _INTERLEAVE, "=r,=r,=r,=r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    y = gl.join(gl.join(o0, o1), gl.join(o2, o3))  # group, t, word, column of the word: lower bit, upper bit
+    transposed.store(y.permute((2, 4, 3, 0, 1)).reshape([DIM, BLOCK_N // 4]))
 
 
 @gluon.jit
 def transposer(
-    raw, ring, tiles, window, BARRIER: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    raw, ring, tiles, window, RAW_BARRIER: gl.constexpr, BARRIER: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Writes each block of V that TMA has brought into ``raw`` transposed into ``ring``. Keys that no query of the tile may see become
     zero, as the cleaner makes them: only the first block of a tile and its last one have such."""
-    raw_pairs = raw.blocks._reinterpret(gl.int16, [RAW_STAGES, BLOCK_N, DIM // 2], gl.NVMMASharedLayout(DIM, 16, rank=2))
-    columns = ring.blocks._reinterpret(gl.int16, [STAGES, DIM, BLOCK_N // 2], _columns(DIM))
+    raw_words = raw.blocks._reinterpret(gl.int32, [RAW_STAGES, BLOCK_N, DIM // 4], _raw_words(DIM)[0])
+    words = ring.blocks._reinterpret(gl.int32, [STAGES, DIM, BLOCK_N // 4], gl.NVMMASharedLayout(BLOCK_N, 32, rank=2))
     i = 0
     k = 0
     blocks = 1
@@ -81,19 +84,20 @@ def transposer(
         mbarrier.arrive(tiles.empty.index(at), count=1)
         block = blocks - 1
         while block >= low:
-            raw_stage = here(i % RAW_STAGES)
-            stage = here(i % STAGES)
+            raw_stage = i % RAW_STAGES
+            stage = i % STAGES
             begin = start - block * BLOCK_N
             end = length - block * BLOCK_N
             mbarrier.wait(raw.full.index(raw_stage), (i // RAW_STAGES) & 1)
             if i >= STAGES:
                 meet("sync", BARRIER + stage, GIVE_TRANSPOSED)
             if (begin > 0) | (end < BLOCK_N):
-                _clean(raw_pairs.index(raw_stage), begin, end, DIM, BLOCK_N)
-            _transpose(raw_pairs.index(raw_stage), columns.index(stage), DIM, BLOCK_N)
+                _transpose(raw_words.index(raw_stage), words.index(stage), begin, end, True, DIM, BLOCK_N)
+            else:
+                _transpose(raw_words.index(raw_stage), words.index(stage), begin, end, False, DIM, BLOCK_N)
+            meet("arrive", RAW_BARRIER + raw_stage, GIVE_RAW)  # what was stored depends on what was read, so that has been read
             fence_async_shared()  # written as usual, read by the tensor cores
             mbarrier.arrive(ring.full.index(stage), count=1)
-            mbarrier.arrive(raw.empty.index(raw_stage), count=1)  # what was stored depends on what was read, so that has been read
             i += 1
             block -= 1
         k += 1
