@@ -49,11 +49,6 @@ class Inputs(NamedTuple):
     stride_table: int
 
 
-def used_strides(cache: torch.Tensor) -> list[int]:
-    """Of pages, slots and heads, in elements, for kernels that compile them in: 0 where there is one, as torch leaves those arbitrary."""
-    return [0 if size == 1 else stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True)]
-
-
 def check_inputs(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -9,7 +9,8 @@ Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the 
 
 Key blocks that lie in the cache whole go through one pipelined loop, and are masked in it where the diagonal or a window cuts them.
 Outside of it, with masked loads, are only the block of the window's first key and that of the sequence's last one. So NaN or Inf in V of a
-key reaches rows before it, of the same block: 0 · Inf. Strides of the caches are compiled in.
+key reaches rows before it, of the same block: 0 · Inf. Strides of pages and slots are compiled in, those of heads are not: where keys lie
+head by head (padded.py) they grow with them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from tkernels._target import target_of
 from tkernels._triton import cast, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, cap_logits, finish, held, page_ids, page_slots, product, read, scaled_rows, whole_page_ptrs
-from tkernels.attention._inputs import Inputs, used_strides
+from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
 
@@ -184,8 +185,7 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_seqs, num_tiles, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
     stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
-    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
-    stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh: tl.constexpr,
+    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh, stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MIN_QUERY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -291,7 +291,7 @@ def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_que
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
         x.num_seqs, num_tiles, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), out.stride(0), out.stride(1), stride_lt, stride_lh,
-        *used_strides(x.k_cache), *used_strides(x.v_cache),
+        *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,

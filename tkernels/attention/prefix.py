@@ -20,7 +20,7 @@ from tkernels import _dependent
 from tkernels._dependent import wait
 from tkernels._triton import cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, finish, scaled_rows
-from tkernels.attention._inputs import Inputs, used_strides
+from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.prefill import first_page_ids, fold_keys
 
@@ -32,8 +32,7 @@ def _prefix_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, table_ptr, len_ptr, cu_ptr, k_scale_ptr, v_scale_ptr,
     num_seqs, num_tokens, capacity, splits, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
     stride_qt, stride_qh,
-    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
-    stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh: tl.constexpr,
+    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh, stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
@@ -129,7 +128,7 @@ def prefix(
         _prefix_kernel, (cdiv(num_tokens, tile_tokens) * x.kv_heads * splits,), parts.device,
         x.q, x.k_cache, x.v_cache, parts, lse, table, length, x.cu_seqlens_q, x.k_scale, x.v_scale,
         x.num_seqs, num_tokens, capacity, splits, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
-        x.q.stride(0), x.q.stride(1), *used_strides(x.k_cache), *used_strides(x.v_cache),
+        x.q.stride(0), x.q.stride(1), *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
         KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, LEAST=_LEAST,
         HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None,

@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from tkernels._op import reference_ops
 from tkernels.attention import padded_attention, padded_layout
+from tkernels.attention.prefill import _prefill_kernel
 
 
 def dense(q, k, v, starts, lengths, *, scale, causal=True, window=None, softcap=0.0, sinks=None):
@@ -111,3 +112,31 @@ def test_padded_attention_passes_opcheck(device: torch.device) -> None:
     q, k = torch.randn(2, 2, 4, 16, device=device), torch.randn(2, 2, 8, 16, device=device)
     layout = padded_layout(k, 2)
     opcheck(torch.ops.tkernels.padded_attention.default, (q, k, k, *layout, 0.25, True, 0, 0.0, None))
+
+
+def test_strides_that_grow_with_the_keys_are_not_compiled_in() -> None:
+    """Or a prompt of each length would compile a kernel."""
+    constants = {name for name, kind in _prefill_kernel.fn.__annotations__.items() if kind == "tl.constexpr"}
+    assert "stride_kn" in constants and not {"stride_kh", "stride_vh"} & constants
+
+
+@pytest.mark.gpu
+def test_other_lengths_of_keys_compile_nothing() -> None:
+    import triton.knobs
+
+    def attend(keys: int) -> None:
+        k, v = (torch.randn(2, 2, keys, 64, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        q = torch.randn(2, 20, 4, 64, device="cuda", dtype=torch.bfloat16)
+        starts = torch.zeros(2, dtype=torch.int32, device="cuda")
+        padded_attention(q, k, v, padded_layout(k, 20, starts, starts + keys), scale=0.1)
+
+    attend(300)
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **k: compiled.append(str(k["repr"]))
+    try:
+        for keys in (301, 320, 999):
+            attend(keys)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
