@@ -56,6 +56,23 @@ def scaled_rows(q, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def scaled_tile(
+    q, head, scale, v_factor, k_scale_ptr, v_scale_ptr, stride_ks, stride_vs,
+    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of prefill: (q [M, D] as it is multiplied, what makes logits of its products with keys [M], the factor of values)."""
+    if HAS_K_SCALE:
+        scale *= tl.load(k_scale_ptr + head * stride_ks)
+    if HAS_V_SCALE:
+        v_factor *= tl.load(v_scale_ptr + head * stride_vs)
+    qk_scale = tl.full([q.shape[0]], 1.0, tl.float32) * scale
+    if NORMALISE_Q:
+        q, largest = scaled_rows(q, COMPUTE)
+        qk_scale *= largest
+    return q, qk_scale, v_factor
+
+
+@triton.jit
 def product(a, b, acc):
     """acc + a @ b, accumulated in fp32. fp32 operands are multiplied as three tf32 products on the tensor cores: about the accuracy
     of fp32, where exact fp32 products of this size would not fit the registers."""

@@ -19,7 +19,7 @@ import torch
 
 from tkernels._target import target_of
 from tkernels._triton import cast, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, held, page_ids, page_slots, product, read, scaled_rows, whole_page_ptrs
+from tkernels.attention._common import LOG2_E, cap_logits, finish, held, page_ids, page_slots, product, read, scaled_tile, whole_page_ptrs
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles, prefill_tiles
 
@@ -124,6 +124,26 @@ def first_page_ids(table_row, begin, whole, PAGE: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
+def _edge(
+    q, m, l, acc, k_head, v_head, table_row, begin, end, low, high, first, last, qk_scale, softcap,
+    stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """The state with the blocks begin : end, of which only keys between ``low`` and ``high`` are loaded."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, acc.shape[1])
+    for i in tl.range(begin, end, num_stages=1):
+        ids = page_ids(table_row, i * BLOCK_N, offs_n, high - 1, PAGE, BLOCK_N)
+        m, l, acc = _block(
+            q, m, l, acc, k_head, v_head, ids, i * BLOCK_N, low, high, True, first, last, qk_scale, softcap,
+            stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
+            PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+        )  # fmt: skip
+    return m, l, acc
+
+
+@triton.jit
 def fold_keys(
     q, m, l, acc, k_head, v_head, table_row, page, next_page, low, high, begin, whole, end, seen_begin, seen_end, first, last,
     qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
@@ -139,13 +159,11 @@ def fold_keys(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, acc.shape[1])
     if HAS_WINDOW:
-        for i in tl.range(low // BLOCK_N, begin, num_stages=1):
-            ids = page_ids(table_row, i * BLOCK_N, offs_n, high - 1, PAGE, BLOCK_N)
-            m, l, acc = _block(
-                q, m, l, acc, k_head, v_head, ids, i * BLOCK_N, low, high, True, first, last, qk_scale, softcap,
-                stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-            )  # fmt: skip
+        m, l, acc = _edge(
+            q, m, l, acc, k_head, v_head, table_row, low // BLOCK_N, begin, low, high, first, last, qk_scale, softcap,
+            stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
+            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+        )  # fmt: skip
     zeros = tl.zeros([BLOCK_N], tl.int32)
     # page ids are read two blocks ahead: keys are loaded one block ahead, and an address that is not there yet would stop the loop
     if begin < whole:  # without it the assembler sees a way around the loop to its last wait, and waits after every product (d 64)
@@ -159,14 +177,11 @@ def fold_keys(
             )  # fmt: skip
             page = held(next_page)
             next_page = read(whole_page_ptrs(table_row, tl.minimum(i + 2, whole - 1), offs_n, PAGE, BLOCK_N)) + zeros
-    for i in tl.range(whole, end, num_stages=1):
-        ids = page_ids(table_row, i * BLOCK_N, offs_n, high - 1, PAGE, BLOCK_N)
-        m, l, acc = _block(
-            q, m, l, acc, k_head, v_head, ids, i * BLOCK_N, low, high, True, first, last, qk_scale, softcap,
-            stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-            PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-        )  # fmt: skip
-    return m, l, acc
+    return _edge(
+        q, m, l, acc, k_head, v_head, table_row, whole, end, low, high, first, last, qk_scale, softcap,
+        stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
+        PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -241,14 +256,9 @@ def _prefill_kernel(
         page, next_page = first_page_ids(table_row, begin, whole, PAGE, BLOCK_N)
         q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
         q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
-        if HAS_K_SCALE:
-            scale *= tl.load(k_scale_ptr + head * stride_ks_h)
-        if HAS_V_SCALE:
-            v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
-        qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if NORMALISE_Q:
-            q, largest = scaled_rows(q, COMPUTE)
-            qk_scale *= largest
+        q, qk_scale, v_factor = scaled_tile(
+            q, head, scale, v_factor, k_scale_ptr, v_scale_ptr, stride_ks_h, stride_vs_h, HAS_K_SCALE, HAS_V_SCALE, NORMALISE_Q, COMPUTE
+        )
         first = tl.maximum(offset + token_m - window + 1, 0)
         last = tl.minimum(offset + token_m, high - 1) if CAUSAL else tl.zeros([BLOCK_M], tl.int32) + (high - 1)
         m, l, acc = fold_keys(

@@ -19,7 +19,7 @@ import torch
 from tkernels import _dependent
 from tkernels._dependent import wait
 from tkernels._triton import cdiv, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, finish, scaled_rows
+from tkernels.attention._common import LOG2_E, finish, scaled_tile
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles
 from tkernels.attention.prefill import first_page_ids, fold_keys
@@ -66,14 +66,9 @@ def _prefix_kernel(
         page, next_page = first_page_ids(table_ptr, begin, whole, PAGE, BLOCK_N)
         q_ptrs = q_ptr + rows[:, None] * stride_qt + head_m.to(tl.int64)[:, None] * stride_qh + offs_d[None, :]
         q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
-        if HAS_K_SCALE:
-            scale *= tl.load(k_scale_ptr + head * stride_ks_h)
-        if HAS_V_SCALE:
-            v_factor *= tl.load(v_scale_ptr + head * stride_vs_h)
-        qk_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if NORMALISE_Q:
-            q, largest = scaled_rows(q, COMPUTE)
-            qk_scale *= largest
+        q, qk_scale, v_factor = scaled_tile(
+            q, head, scale, v_factor, k_scale_ptr, v_scale_ptr, stride_ks_h, stride_vs_h, HAS_K_SCALE, HAS_V_SCALE, NORMALISE_Q, COMPUTE
+        )
 
         m, l, acc = fold_keys(
             q, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
