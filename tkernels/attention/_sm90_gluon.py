@@ -13,7 +13,7 @@ FIRST_BARRIER = gl.constexpr(8)  # named barriers below it belong to the compile
 
 
 class Work(NamedTuple):
-    """The ring of descriptions of work, as many 32-bit words each, filled by the scheduler, read by the others."""
+    """The ring of descriptions of work, [WORK_STAGES, 32-bit words of each], filled by the scheduler, read by the others."""
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -43,15 +43,19 @@ def meet(kind: gl.constexpr, barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def get_word(work, stage, field: gl.constexpr):
-    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
-    return gl.sum(work.words.index(stage * FIELDS + field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return gl.sum(work.words.index(stage).slice(field, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def put_word(work, stage, field: gl.constexpr, value):
-    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    work.words.index(stage * FIELDS + field).store(gl.full([1], 0, gl.int32, one) + value)
+def put_words(work, stage, values):
+    """The words of a description, those that ``values`` lacks zero: a lane each, so that one store writes them."""
+    WORDS: gl.constexpr = work.words.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, WORDS, layout)
+    words = gl.zeros([WORDS], gl.int32, layout)
+    for i in gl.static_range(len(values)):
+        words = gl.where(lane == i, values[i], words)
+    work.words.index(stage).store(words)
 
 
 @gluon.jit
@@ -74,9 +78,7 @@ def wait_room(work, k):
 def end_work(work, stage):
     """The last description, of no blocks: the roles end. They read other words before they know that, and the stage may never have held
     one, so that shared memory would say what an earlier kernel left there: a first block of -2^30, say, and loaders would run on to it."""
-    FIELDS: gl.constexpr = work.words.shape[0] // WORK_STAGES
-    for field in gl.static_range(FIELDS):
-        put_word(work, stage, field, 0)
+    put_words(work, stage, ())
     mbarrier.arrive(work.full.index(stage), count=1)
 
 
@@ -88,11 +90,12 @@ def add(a, b):
 
 @gluon.jit
 def lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity):
-    """(query tokens, keys) of the sequences ``s``; 0 of those past the last one."""
+    """(first query row, query tokens, keys) of the sequences ``s``; 0 of those past the last one."""
     live = s < num_seqs
-    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - gl.load(cu_ptr + s, mask=live, other=0)
+    first_row = gl.load(cu_ptr + s, mask=live, other=0)
+    query_len = gl.load(cu_ptr + s + 1, mask=live, other=0) - first_row
     length = gl.minimum(gl.maximum(gl.load(lens_ptr + s, mask=live, other=0), 0), capacity)
-    return query_len, length
+    return first_row, query_len, length
 
 
 @gluon.jit
@@ -102,6 +105,12 @@ def sequence(cu_ptr, lens_ptr, s, capacity):
     query_len = gl.load(cu_ptr + s + 1) - first_row
     length = gl.minimum(gl.maximum(gl.load(lens_ptr + s), 0), capacity)
     return first_row, query_len, length
+
+
+@gluon.jit
+def touch(pointers):
+    """Have what int32 ``pointers`` [32] name brought near, and wait for nothing."""
+    gl.inline_asm_elementwise("prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -147,13 +147,14 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
         return lambda *arguments: function(*map(torch.as_tensor, arguments))
 
     names = {name: lifted(getattr(torch, name)) for name in ("maximum", "minimum", "where")}
-    monkeypatch.setattr(shared, "gl", SimpleNamespace(int32=torch.int32, **names))
+    monkeypatch.setattr(shared, "gl", SimpleNamespace(int32=torch.int32, uint32=torch.int64, **names))
+    monkeypatch.setattr(shared, "divide", shared.divide.fn)
 
     def found(lens: list[int], constant: dict[str, Any], window: int = 0) -> tuple[list[int], list[int], list[int]]:
         n = torch.tensor(lens)
-        _first, blocks, leaf = shared.plan.fn(
-            n, 1, window, window > 0, constant["BLOCK_N"], constant["LEAVES"], constant["UNCUT"], constant["LEAST"]
-        )
+        first = shared.first_block.fn(n, 1, window, window > 0, constant["BLOCK_N"])
+        blocks = shared.blocks_from.fn(first, n, constant["BLOCK_N"])
+        leaf = shared.leaf_of.fn(blocks, constant["LEAVES"], constant["UNCUT"], constant["LEAST"])
         ranges = shared.make_ranges.fn(blocks.sum(), constant["PROGRAMS"])
         begins = [int(shared.range_begin.fn(ranges, j)) for j in range(constant["PROGRAMS"] + 1)]
         return blocks.tolist(), leaf.tolist(), begins

@@ -59,8 +59,8 @@ def decode_one_sm90_kernel(
             (
                 scheduler,
                 (
-                    q_desc, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, COLUMNS // QUERIES, DIM, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE,
+                    q_desc, table_ptr, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
+                    KV_HEADS, GROUP, COLUMNS // QUERIES, DIM, PAGE, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE,
                     MIN_QUERIES, QUERIES, HAS_WINDOW,
                 ),
             ),

@@ -14,7 +14,7 @@ ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a gro
 QUERIES = gl.constexpr(8)
 FOLD_ROWS = gl.constexpr(8)  # query rows that four warps fold at once
 SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
-FIELDS = gl.constexpr(11)  # 32-bit words that describe a segment
+FIELDS = gl.constexpr(16)  # 32-bit words that describe a segment, and what makes them a power of two
 Q_STAGES = gl.constexpr(2)
 ONE_FIRST_BARRIER = gl.constexpr(5)  # of the kernel for few tokens: its roles beside the consumer are three
 HANDSHAKE = gl.constexpr(128 + 32)  # threads that meet at a named barrier: the consumer and a loader
@@ -29,33 +29,48 @@ class Ranges(NamedTuple):
 
 
 @gluon.jit
-def plan(
-    length, query_len, window,
-    HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr,
-):  # fmt: skip
-    """(first block that a query of the sequence sees, blocks from there, blocks per leaf), for scalars and vectors alike.
+def divide(a, b):
+    """a // b of what is not negative, without the instructions for signs: each division is in everyone's way before the first load."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
 
-    An empty sequence counts as one block: someone has to write its zeros. Up to UNCUT blocks are one leaf: one program is done with them
-    before several would have folded. A longer one has leaves of LEAST blocks at least.
-    """
+
+@gluon.jit
+def first_block(length, query_len, window, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The first block that a query of the sequence sees, for scalars and vectors alike."""
     first = length * 0
     if HAS_WINDOW:
         first = gl.maximum(length - query_len - window + 1, 0) // BLOCK_N
-    blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
+    return first
+
+
+@gluon.jit
+def blocks_from(first, length, BLOCK_N: gl.constexpr):
+    """Blocks of a sequence from block ``first`` on. An empty one counts as one block: someone has to write its zeros."""
+    return gl.maximum((length + BLOCK_N - 1) // BLOCK_N - first, 1)
+
+
+@gluon.jit
+def leaf_of(blocks, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr):
+    """Blocks per leaf. Up to UNCUT blocks are one leaf: one program is done with them before several would have folded. A longer sequence
+    has leaves of LEAST blocks at least."""
     leaf = (blocks + LEAVES - 1) // LEAVES
     least = gl.maximum(1 + (blocks > 16).to(gl.int32), LEAST)  # one block only where a short sequence alone needs all the programs
     leaf = gl.maximum(leaf, least)
     if UNCUT > 1:
         leaf = gl.where(blocks <= UNCUT, blocks, leaf)
-    return first, blocks, leaf
+    return leaf
 
 
 @gluon.jit
 def make_ranges(total, PROGRAMS: gl.constexpr):
-    """As few ranges as keep the longest as short: sequences of one length then end where ranges do, and none is cut."""
+    """As few ranges as keep the longest as short: sequences of one length then end where ranges do, and none is cut.
+
+    Multiprocessors differ by a quarter in how fast memory serves them. But a last part of each range that went to whoever is done first was
+    slower by up to 6% on an H200: more sequences are cut, and who asks for a part waits for memory that is busy.
+    """
     longest = gl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
-    used = gl.maximum((total + longest - 1) // longest, 1)
-    quota = total // used
+    used = gl.maximum(divide(total + longest - 1, longest), 1)
+    quota = divide(total, used)
     return Ranges(total, quota, total - quota * used)
 
 
@@ -69,8 +84,8 @@ def range_begin(ranges, j):
 def range_of(ranges, block):
     """The range that holds a block."""
     edge = ranges.larger * (ranges.quota + 1)
-    late = ranges.larger + (block - edge) // gl.maximum(ranges.quota, 1)
-    return gl.where(block < edge, block // (ranges.quota + 1), late)
+    late = ranges.larger + divide(gl.maximum(block - edge, 0), gl.maximum(ranges.quota, 1))
+    return gl.where(block < edge, divide(block, ranges.quota + 1), late)
 
 
 @gluon.jit
@@ -85,7 +100,7 @@ def make_rings(k_blocks, v_blocks):
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
     segment_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
     segment_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # stage by stage: between two of one ring the compiler has the warps meet
     for stage in gl.static_range(max(Q_STAGES, WORK_STAGES, K_STAGES, V_STAGES)):
         if stage < Q_STAGES:

@@ -70,7 +70,7 @@ def prefill_sm90_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [V_FULL, 1], barrier)
     tile_full = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
     tile_empty = gl.allocate_shared_memory(gl.int64, [WORK_STAGES, 1], barrier)
-    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [WORK_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=WARPGROUPS)
     for stage in gl.static_range(WORK_STAGES):

@@ -7,14 +7,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._prefill_sm90.shared import ROWS, SEQS, TILE, WARPGROUPS, WIDE
-from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, sequence, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_words, sequence, wait_room
 
 
 @gluon.jit
 def _query_tiles(cu_ptr, lens_ptr, first, num_seqs, capacity, MIN_QUERY: gl.constexpr, COUNT: gl.constexpr):
     """(query tiles, level) of the sequences ``first`` to ``first + COUNT``; level: the exponent of the length. Short ones have no tiles."""
     s = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [1], [0]))
-    query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
+    _first_row, query_len, length = lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
     count = gl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0)
     return count, (length + 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23
 
@@ -91,14 +91,7 @@ def scheduler(
             low = 0
             if HAS_WINDOW:
                 low = gl.minimum(gl.maximum(position - window + 1, 0) // BLOCK_N, blocks - 1)
-            put_word(tiles, stage, 0, blocks)
-            put_word(tiles, stage, 1, low)
-            put_word(tiles, stage, 2, head)
-            put_word(tiles, stage, 3, first_row + token)
-            put_word(tiles, stage, 4, query_len - token)
-            put_word(tiles, stage, 5, position)
-            put_word(tiles, stage, 6, length)
-            put_word(tiles, stage, 7, s * stride_bt)
+            put_words(tiles, stage, (blocks, low, head, first_row + token, query_len - token, position, length, s * stride_bt))
             mbarrier.arrive(tiles.full.index(stage), count=1)
             mbarrier.wait(q_empty, (k & 1) ^ 1)
             mbarrier.expect(q_full, TILE * DIM * (q_shared.dtype.primitive_bitwidth // 8))
