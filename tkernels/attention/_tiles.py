@@ -29,6 +29,8 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    overlap: bool = False  # products with values run while the next block's softmax does; for 16-bit caches
+    beyond: int = 0  # for rows that see more keys than this
 
     @property
     def programs_per_sm(self) -> int:
@@ -81,3 +83,12 @@ def prefill_tiles(arch: str, dim: int, itemsize: int) -> PrefillTiles:
     if dim * itemsize > 256:
         return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
     return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+@functools.cache
+def long_prefill_tiles(arch: str, dim: int, itemsize: int) -> PrefillTiles | None:
+    """For rows that see more than ``beyond`` keys, where tiles of their own are faster. None: ``prefill_tiles`` are for all rows."""
+    if arch == "cpu":
+        return PrefillTiles(block_m=32, block_n=32, num_warps=4, num_stages=1, overlap=itemsize == 2, beyond=40)
+    entry = _entry("prefill_long", arch, dim, itemsize)
+    return PrefillTiles(**entry) if entry is not None else None

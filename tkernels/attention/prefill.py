@@ -5,23 +5,31 @@ GQA ratio fills the tile and the causal diagonal wastes little. The grid is boun
 finds its tile from ``cu_seqlens_q`` and ``seq_lens`` on the device, longest first over the whole batch, head by head so that the
 keys of one head stay in L2. Sequences with fewer query tokens belong to decode.py and are skipped.
 
+Rows that see many keys may have tiles of their own, which are faster but leave the multiprocessor to one program, so that nothing hides its
+beginning and its end. A launch takes the rows on its side of that bound, which is part of the table: the tile of a row follows from its
+position, so its bits depend neither on the batch nor on how its prompt is cut into chunks.
+
 Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the heads of a group, tiles are found on the device.
 
-Key blocks that lie in the cache whole go through one pipelined loop, and are masked in it where the diagonal or a window cuts them.
-Outside of it, with masked loads, are only the block of the window's first key and that of the sequence's last one. So NaN or Inf in V of a
-key reaches rows before it, of the same block: 0 · Inf. Strides of pages and slots are compiled in, those of heads are not: where keys lie
-head by head (padded.py) they grow with them.
+The loop over the keys is in _fold_keys.py. Strides of pages and slots are compiled in, those of heads are not: where keys lie head by head
+(padded.py) they grow with them.
 """
 
 from __future__ import annotations
 
 import torch
 
+from tkernels import _dependent
+from tkernels._counters import counters
+from tkernels._dependent import depart, wait
 from tkernels._target import target_of
-from tkernels._triton import cast, next_power_of_2, tl, triton
-from tkernels.attention._common import LOG2_E, cap_logits, finish, held, page_ids, page_slots, product, read, scaled_tile, whole_page_ptrs
+from tkernels._triton import cast, cdiv, next_power_of_2, tl, triton
+from tkernels.attention._common import LOG2_E, finish, held, scaled_tile
+from tkernels.attention._fold_keys import first_page_ids, fold_keys
 from tkernels.attention._inputs import Inputs
-from tkernels.attention._tiles import PrefillTiles, prefill_tiles
+from tkernels.attention._tiles import PrefillTiles, long_prefill_tiles, prefill_tiles
+
+ALL, SHORT, LONG = 0, 1, 2  # rows of a launch
 
 
 @triton.jit
@@ -46,145 +54,6 @@ def _tile_of(rank, upper, seqs, tops, bottoms, counts):
 
 
 @triton.jit
-def _block(
-    q, m, l, acc, k_head, v_head, page, start, low, high, cut, first, last, qk_scale, softcap,
-    stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
-):  # fmt: skip
-    """One block of keys, its pages in ``page`` [BLOCK_N]. WHOLE: all its keys may be loaded, and unless ``cut`` every row sees them.
-    Otherwise keys outside of ``low`` and ``high`` are not even loaded."""
-    offs_k = start + offs_n
-    slot = page_slots(start, offs_n, PAGE, BLOCK_N)
-    v_stride_n = stride_kn if SAME_STRIDES else stride_vn
-    page = page.to(tl.int64)
-    k_pages = page * stride_kp
-    v_pages = k_pages if SAME_STRIDES else page * stride_vp
-    k_ptrs = (k_head + k_pages)[:, None] + (slot[:, None] * stride_kn + offs_d[None, :])
-    v_ptrs = (v_head + v_pages)[:, None] + (slot[:, None] * v_stride_n + offs_d[None, :])
-    if not WHOLE:
-        loaded = (offs_k >= low) & (offs_k < high)
-        mask_kv = loaded[:, None] & mask_d[None, :]
-        k = tl.load(k_ptrs, mask=mask_kv, other=0.0)
-        v = tl.load(v_ptrs, mask=mask_kv, other=0.0)
-    elif PAD_D:
-        k = tl.load(k_ptrs, mask=mask_d[None, :], other=0.0)
-        v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
-    s = product(q, tl.trans(k.to(COMPUTE)), tl.zeros([m.shape[0], BLOCK_N], tl.float32))
-    if HAS_SOFTCAP:
-        s = cap_logits(s * qk_scale[:, None], softcap)
-        qk_scale = tl.full(qk_scale.shape, 1.0, tl.float32)
-    if not WHOLE:
-        s = _seen(s, start, first, last, HAS_WINDOW)
-    elif CAUSAL:
-        if cut:
-            s = _seen(s, start, first, last, HAS_WINDOW)
-    m_new = tl.maximum(m, tl.max(s, 1))
-    base = m_new * qk_scale
-    if CAUSAL or not WHOLE:
-        base = tl.where(m_new == float("-inf"), 0.0, base)  # nothing seen yet: not exp2(-inf + inf)
-    p = tl.math.exp2(s * qk_scale[:, None] - base[:, None])
-    a = tl.math.exp2(m * qk_scale - base)
-    l = l * a + tl.sum(p, 1)
-    acc = product(cast(p, COMPUTE), v.to(COMPUTE), acc * a[:, None])
-    return m_new, l, acc
-
-
-@triton.jit
-def _seen(s, start, first, last, HAS_WINDOW: tl.constexpr):
-    """s [M, N] of the keys from ``start``, -inf where the key is before the row's ``first`` or after its ``last`` [M].
-
-    Keys are counted as 8 i + j: i is a constant in every register of a tensor core's tile, whereas the keys' numbers would be kept in a
-    quarter of N registers a thread all through the loop.
-    """
-    M: tl.constexpr = s.shape[0]
-    N: tl.constexpr = s.shape[1]
-    i8 = 8 * tl.arange(0, N // 8)[None, :, None]
-    j = start + tl.arange(0, 8)[None, None, :]
-    s = tl.where(tl.reshape(i8 <= last[:, None, None] - j, [M, N]), s, float("-inf"))
-    if HAS_WINDOW:
-        s = tl.where(tl.reshape(i8 >= first[:, None, None] - j, [M, N]), s, float("-inf"))
-    return s
-
-
-@triton.jit
-def first_page_ids(table_row, begin, whole, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the blocks ``begin`` and ``begin + 1`` for ``fold_keys``, any where those are not before ``whole``.
-
-    Called before q is loaded: the compiler stores q to shared memory, and so waits for it, ahead of what ``fold_keys`` begins with.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    page = tl.load(whole_page_ptrs(table_row, begin, offs_n, PAGE, BLOCK_N), mask=begin < whole, other=0)
-    next_page = tl.load(whole_page_ptrs(table_row, begin + 1, offs_n, PAGE, BLOCK_N), mask=begin + 1 < whole, other=0)
-    zeros = tl.zeros([BLOCK_N], tl.int32)
-    return page + zeros, next_page + zeros
-
-
-@triton.jit
-def _edge(
-    q, m, l, acc, k_head, v_head, table_row, begin, end, low, high, first, last, qk_scale, softcap,
-    stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
-):  # fmt: skip
-    """The state with the blocks begin : end, of which only keys between ``low`` and ``high`` are loaded."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, acc.shape[1])
-    for i in tl.range(begin, end, num_stages=1):
-        ids = page_ids(table_row, i * BLOCK_N, offs_n, high - 1, PAGE, BLOCK_N)
-        m, l, acc = _block(
-            q, m, l, acc, k_head, v_head, ids, i * BLOCK_N, low, high, True, first, last, qk_scale, softcap,
-            stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-            PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-        )  # fmt: skip
-    return m, l, acc
-
-
-@triton.jit
-def fold_keys(
-    q, m, l, acc, k_head, v_head, table_row, page, next_page, low, high, begin, whole, end, seen_begin, seen_end, first, last,
-    qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The state (m, l, acc) with the keys that rows see between ``low`` and ``high``, those from ``first`` to ``last`` [BLOCK_M] of a row.
-
-    Blocks begin : whole may be loaded whole, and those from seen_begin to seen_end every row sees whole. The one before ``begin`` (of
-    windows) and those from ``whole`` to ``end`` are loaded between ``low`` and ``high`` only. page, next_page: of ``first_page_ids``.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, acc.shape[1])
-    if HAS_WINDOW:
-        m, l, acc = _edge(
-            q, m, l, acc, k_head, v_head, table_row, low // BLOCK_N, begin, low, high, first, last, qk_scale, softcap,
-            stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-        )  # fmt: skip
-    zeros = tl.zeros([BLOCK_N], tl.int32)
-    # page ids are read two blocks ahead: keys are loaded one block ahead, and an address that is not there yet would stop the loop
-    if begin < whole:  # without it the assembler sees a way around the loop to its last wait, and waits after every product (d 64)
-        for i in tl.range(begin, whole, num_stages=STAGES):
-            # of three tf32 products, two ways through the loop spill more than the mask costs
-            cut = True if q.dtype == tl.float32 else (i < seen_begin) | (i >= seen_end)
-            m, l, acc = _block(
-                q, m, l, acc, k_head, v_head, page, i * BLOCK_N, low, high, cut, first, last,
-                qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-            )  # fmt: skip
-            page = held(next_page)
-            next_page = read(whole_page_ptrs(table_row, tl.minimum(i + 2, whole - 1), offs_n, PAGE, BLOCK_N)) + zeros
-    return _edge(
-        q, m, l, acc, k_head, v_head, table_row, whole, end, low, high, first, last, qk_scale, softcap,
-        stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-        PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
-    )  # fmt: skip
-
-
-@triton.jit
 def _rows(tile, head, first_row, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of the tile's rows: token in the sequence, head, whether it is one, and row of q; [BLOCK_M] each."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # GROUP · TOKENS rows are used
@@ -195,41 +64,64 @@ def _rows(tile, head, first_row, query_len, GROUP: tl.constexpr, BLOCK_M: tl.con
     return token_m, head_m, mask_m, (first_row + token_m).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "capacity", "window", "stride_bt"])
-def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    num_seqs, num_tiles, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
+@triton.jit
+def _rows_of_part(query_len, length, MIN_QUERY: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr):
+    """(first, number) of a sequence's query tokens in this part: those that see at most BEYOND keys, or those that see more."""
+    count = tl.where(query_len >= MIN_QUERY, query_len, 0)
+    if PART == 0:
+        first = 0
+    else:
+        if CAUSAL:
+            first = tl.minimum(tl.maximum(BEYOND - tl.maximum(length - query_len, 0), 0), count)
+        else:
+            first = tl.where(length > BEYOND, 0, count)
+        if PART == 1:
+            count = first
+            first = 0
+        else:
+            count -= first
+    return first, count
+
+
+@triton.jit
+def _tile(
+    item, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    num_seqs, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
     stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
     stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh, stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MIN_QUERY: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MIN_QUERY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
 ):  # fmt: skip
+    """Write the item-th tile, if there are so many. Returns how many there are: of all heads, head by head, the most keys first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
     PAD_D: tl.constexpr = BLOCK_D != DIM
-    rank = tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles
-
-    # the rank-th tile of the batch, the one with the most keys first
     seqs = tl.arange(0, SEQS)
     live = seqs < num_seqs
     firsts = tl.load(cu_ptr + seqs, mask=live, other=0)
     query_lens = tl.load(cu_ptr + seqs + 1, mask=live, other=0) - firsts
     lengths = tl.minimum(tl.maximum(tl.load(lens_ptr + seqs, mask=live, other=0), 0), capacity)
-    counts = tl.where(query_lens >= MIN_QUERY, (query_lens + TOKENS - 1) // TOKENS, 0)
-    bottoms = tl.maximum(lengths - query_lens, 0) // TOKENS
+    skipped, parts = _rows_of_part(query_lens, lengths, MIN_QUERY, CAUSAL, PART, BEYOND)
+    counts = (parts + TOKENS - 1) // TOKENS
+    bottoms = tl.maximum(lengths - query_lens + skipped, 0) // TOKENS
     tops = bottoms + counts - 1
     num_prompts = tl.sum(tl.minimum(counts, 1), 0)
     top = tl.max(tl.where(counts > 0, tops, 0), 0)
-    if rank < tl.sum(counts, 0):
+    num_tiles = tl.sum(counts, 0)
+    if item < num_tiles * KV_HEADS:
+        rank = item % num_tiles
+        head = item // num_tiles
         # a level has a tile of each prompt at most; where all prompts have the same levels, this bound is the answer
         s, level = _tile_of(rank, top - rank // num_prompts, seqs, tops, bottoms, counts)
         first_row = tl.load(cu_ptr + s)
         query_len = tl.load(cu_ptr + s + 1) - first_row
         length = tl.minimum(tl.maximum(tl.load(lens_ptr + s), 0), capacity)
-        offset = length - query_len  # position of the sequence's first query
+        skip, part = _rows_of_part(query_len, length, MIN_QUERY, CAUSAL, PART, BEYOND)
+        offset = length - query_len + skip  # position of the first of these queries
+        first_row += skip
+        query_len = part
         tile = level - tl.maximum(offset, 0) // TOKENS
 
         offs_d = tl.arange(0, BLOCK_D)
@@ -266,7 +158,7 @@ def _prefill_kernel(
             k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh, table_row, page, next_page,
             low, high, begin, whole, end, seen_begin, seen_end, first, last,
             qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES,
+            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES, OVERLAP,
         )  # fmt: skip
         # again, so that no registers hold them during the loop
         token_m, head_m, mask_m, rows = _rows(held(tile), head, first_row, query_len, GROUP, BLOCK_M)
@@ -282,30 +174,101 @@ def _prefill_kernel(
         tl.store(out_ptrs, cast(acc * factor[:, None], out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
         if HAS_LSE:
             tl.store(lse_ptr + rows * stride_lt + head_m * stride_lh, lse, mask=mask_m)
+    return num_tiles * KV_HEADS
 
 
-def prefill(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int, tiles: PrefillTiles | None = None) -> None:
-    """Write the rows of every sequence with at least ``min_query`` query tokens."""
+@triton.jit(do_not_specialize=["num_seqs", "capacity", "window", "stride_bt"])
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, counter_ptr,
+    num_seqs, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
+    stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
+    stride_kp: tl.constexpr, stride_kn: tl.constexpr, stride_kh, stride_vp: tl.constexpr, stride_vn: tl.constexpr, stride_vh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MIN_QUERY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    if PART == 2:  # as many programs as run at once: where no row is of this part, more would cost more than they find
+        item = tl.program_id(0)
+        go = item >= 0
+        while go:
+            items = _tile(
+                item, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+                num_seqs, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
+                stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
+                stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
+                KV_HEADS, GROUP, DIM, BLOCK_D, PAGE, MIN_QUERY, BLOCK_M, BLOCK_N, SEQS, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
+                HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, SAME_STRIDES, STAGES, OVERLAP, PART, BEYOND,
+            )  # fmt: skip
+            go = item < items
+            if go:
+                done = tl.atomic_add(counter_ptr, 1)
+                if done == items - 1:  # a launch counts every item once: the last one leaves the counter at zero
+                    tl.atomic_xchg(counter_ptr, 0)
+                item = done + tl.num_programs(0)
+    else:
+        _tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+            num_seqs, capacity, window, scale, softcap, v_factor, stride_ks_h, stride_vs_h,
+            stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
+            stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
+            KV_HEADS, GROUP, DIM, BLOCK_D, PAGE, MIN_QUERY, BLOCK_M, BLOCK_N, SEQS, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
+            HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, SAME_STRIDES, STAGES, OVERLAP, PART, BEYOND,
+        )  # fmt: skip
+    depart(PDL)
+
+
+def prefill(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int, tiles: PrefillTiles | None = None,
+    long_tiles: PrefillTiles | None = None,
+) -> None:  # fmt: skip
+    """Write the rows of every sequence with at least ``min_query`` query tokens.
+
+    tiles: the table's, both, if None. long_tiles: for rows that see more than ``beyond`` keys; None: ``tiles`` are for all rows.
+    """
     x = inputs
-    group = x.heads // x.kv_heads
     if tiles is None:
-        tiles = prefill_tiles(target_of(out.device).arch, x.dim, x.k_cache.element_size())
-    block_m = max(tiles.block_m, next_power_of_2(group))
-    # sum of ceil(query_len / tokens) over at most tokens // min_query sequences
-    num_tokens = x.q.shape[0]
-    num_tiles = num_tokens // (block_m // group) + min(x.num_seqs, num_tokens // min_query)
-    if num_tiles == 0 or num_tokens < min_query:
+        arch = target_of(out.device).arch
+        tiles, long_tiles = prefill_tiles(arch, x.dim, x.k_cache.element_size()), long_prefill_tiles(arch, x.dim, x.k_cache.element_size())
+    if x.q.shape[0] < min_query:
         return
+    if long_tiles is None or x.capacity <= long_tiles.beyond or 0 < x.window <= long_tiles.beyond:
+        _launch(x, out, lse, min_query, tiles, ALL, 0, _dependent.ALONE)
+    else:
+        _launch(x, out, lse, min_query, long_tiles, LONG, long_tiles.beyond, _dependent.FIRST)
+        _launch(x, out, lse, min_query, tiles, SHORT, long_tiles.beyond, _dependent.BESIDE)
+
+
+def _launch(
+    x: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int, tiles: PrefillTiles, part: int, beyond: int, place: int
+) -> None:
+    group = x.heads // x.kv_heads
+    block_m = max(tiles.block_m, next_power_of_2(group))
+    tokens = block_m // group
+    # sum of ceil(query_len / tokens) over at most tokens // min_query sequences
+    prompts = min(x.num_seqs, x.q.shape[0] // min_query)
+    num_tiles = x.q.shape[0] // tokens + prompts
+    programs = num_tiles * x.kv_heads
+    if part == SHORT and x.causal:
+        programs = min(num_tiles, prompts * cdiv(beyond, tokens)) * x.kv_heads
+    elif part == LONG:
+        programs = min(programs, target_of(out.device).num_sms * tiles.programs_per_sm)
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
-    _prefill_kernel[(num_tiles * x.kv_heads,)](
+    _dependent.launch(
+        _prefill_kernel, (programs,), out.device,
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
-        x.num_seqs, num_tiles, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
+        counters(1, out.device) if part == LONG else None,
+        x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), out.stride(0), out.stride(1), stride_lt, stride_lh,
         *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
-        GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
+        KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size, MIN_QUERY=min_query,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
         NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
+        OVERLAP=tiles.overlap, PART=part, BEYOND=beyond,
+        num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, place=place,
     )  # fmt: skip

@@ -7,7 +7,7 @@ How many splits there are follows from shapes and the device alone, so a capture
 the length on the device: a graph captured for a table of 131072 keys cuts a prefix of 2048 into parts of 128 keys, and what is past
 the last part is empty. With the number of splits the length fixes every bit of a row.
 
-Source: arXiv 2307.08691 (the loop, prefill.py's), Flash-Decoding (keys of one sequence split over programs).
+Source: arXiv 2307.08691 (the loop, _fold_keys.py's), Flash-Decoding (keys of one sequence split over programs).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tkernels import _dependent
 from tkernels._dependent import wait
 from tkernels._triton import cdiv, next_power_of_2, tl, triton
 from tkernels.attention._common import LOG2_E, finish, scaled_tile
+from tkernels.attention._fold_keys import first_page_ids, fold_keys
 from tkernels.attention._inputs import Inputs
 from tkernels.attention._tiles import PrefillTiles
-from tkernels.attention.prefill import first_page_ids, fold_keys
 
 _LEAST = 4  # blocks of a split: folding one more state costs what two or three blocks do
 
@@ -75,7 +75,7 @@ def _prefix_kernel(
             k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh, table_ptr, page, next_page,
             0, length, begin, whole, end, begin, whole, token_m, tl.zeros([BLOCK_M], tl.int32) + (length - 1),
             qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES,
+            PAGE, BLOCK_N, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES, False,
         )  # fmt: skip
         if not HAS_SOFTCAP:
             m = m * qk_scale

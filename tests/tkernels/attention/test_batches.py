@@ -11,8 +11,9 @@ import tkernels
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_values import attend
 from tkernels.attention._inputs import Inputs, check_inputs
-from tkernels.attention._tiles import DecodeTiles, _entry, _table, decode_tiles
+from tkernels.attention._tiles import DecodeTiles, PrefillTiles, _entry, _table, decode_tiles
 from tkernels.attention.decode import QUERY_LEN, _units, decode
+from tkernels.attention.prefill import prefill
 
 
 def part(case: Case, first: int, last: int, max_query_len: int | None = None) -> Case:
@@ -91,6 +92,34 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunks(window, device):
         chunk.cu_seqlens_q = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
         out, _ = attend(chunk)
         assert torch.equal(out, expected[begin:end])
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("keywords", [{}, {"window": 20}, {"softcap": 5.0, "dim": 24}, {"causal": False}], ids=str)
+def test_bits_do_not_depend_on_whether_products_with_values_overlap_the_softmax(keywords, page_size, device):
+    case = make_case([9, 50, 90], [9, 20, 90], page_size=page_size, dtype=torch.float16, device=device, **{"dim": 16, **keywords})
+    results = []
+    for overlap in (False, True):
+        out = torch.full_like(case.q, float("nan"))
+        lse = torch.full(case.q.shape[:2], float("nan"), device=device)
+        prefill(checked(case), out, lse, 9, PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2, overlap=overlap))
+        results.append((out, lse))
+    check(case, *results[0])
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "lens, query_lens", [([70, 130, 48, 49], [70, 30, 48, 20]), ([40, 30], [40, 12]), ([200], [20]), ([0, 9], [90, 60])]
+)
+def test_rows_of_few_and_of_many_keys_are_all_written(lens, query_lens, causal, device):
+    """All on one side, prompts across the bound, ends right at it, and more queries than keys."""
+    case = make_case(lens, query_lens, heads=6, kv_heads=2, dim=16, max_pages=40, dtype=torch.float16, device=device, causal=causal)
+    tiles = PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    long_tiles = PrefillTiles(block_m=32, block_n=32, num_warps=4, num_stages=2, overlap=True, beyond=48)
+    out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device=device)
+    prefill(checked(case), out, lse, 9, tiles, long_tiles)
+    check(case, out, lse)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [12, 1, 9]])
