@@ -2,9 +2,10 @@
 
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
-prints a JSON list: {"registers", "spills" (bytes stored and loaded), "shared" (bytes), "wgmma" (instructions), "mma" (those of a warp),
-"order" (how the warps that begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often
-the assembler has such instructions, None without a disassembler)} a case.
+prints a JSON list: {"registers", "serialised" (whether each product waits for the one before it), "spills" (bytes stored and loaded),
+"shared" (bytes), "wgmma" (instructions), "mma" (those of a warp), "order" (how the warps that begin the program touch memory, wait, and
+let the next kernel begin), "give_backs", "leading_zeros" (how often the assembler has such instructions, None without a disassembler)} a
+case.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tkernels.attention import decode_one_sm90, decode_sm90, prefill_sm90
+from tkernels import _dependent
+from tkernels.attention import decode_one_sm90, decode_sm90, prefill, prefill_sm90
 from tkernels.attention._common import FP8
 from tkernels.attention._decode_sm90.kernel import decode_sm90_kernel
 from tkernels.attention._decode_sm90.one_kernel import decode_one_sm90_kernel
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._prefill_sm90.kernel import prefill_sm90_kernel
+from tkernels.attention._tiles import long_prefill_tiles, prefill_tiles
 from tkernels.attention.ref import output_dtype
 
 _POINTERS = (
@@ -58,8 +63,10 @@ def compile_case(
     pdl: int = 0, fp8: bool = False, queries: int = 1, min_queries: int = 1, layout: list[int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """pdl: as the kernels take it. fp8: the caches. queries, layout: of decode_one_sm90, the shipped one if None; min_queries: of
-    both decodes."""
+    both decodes. Kernel "long_prefill": the plain kernel with the tiles for rows of many keys."""
     x = inputs(dim, page_size, getattr(torch, dtype), heads, kv_heads, causal, window, softcap, sinks, scales, fp8)
+    if kernel == "long_prefill":
+        return _assembled(_compiled_long_prefill(x))
     element, result, options = _NAMES[x.q.dtype], _NAMES[output_dtype(x.q.dtype)], {"num_warps": 4}
     if kernel == "prefill":
         function, boxes = prefill_sm90_kernel, prefill_sm90.boxes(x.q.dtype, dim, page_size)
@@ -93,7 +100,40 @@ def compile_case(
     aligned = [name for name in signature if name in (*_POINTERS, "stride_ot", "stride_oh") and signature[name] != "constexpr"]
     attributes = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return _assembled(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+
+def _compiled_long_prefill(x: Inputs) -> Any:
+    """As ``prefill`` launches it for many keys of sm_90, which is recorded in place of a launch."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    with mock.patch.object(_dependent, "launch", lambda *args, **options: calls.append((args, options))):
+        prefill.prefill(
+            x._replace(capacity=1 << 20),
+            x.q.clone(),
+            None,
+            9,
+            *(of("sm_90", x.dim, x.k_cache.element_size()) for of in (prefill_tiles, long_prefill_tiles)),
+        )
+    (kernel, _, _, *args), constants = calls[0]
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    constants["PDL"] = constants.pop("place")
+    signature, attributes = {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = constants.get(parameter.name, args[i] if i < len(args) else None)
+        if value is None or parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + {torch.int32: "i32", torch.float32: "fp32"}.get(value.dtype, _NAMES.get(value.dtype, ""))
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and signature[parameter.name] != "constexpr" and not parameter.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={k: v for k, v in options.items() if v is not None})
+
+
+def _assembled(compiled: Any) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
@@ -107,6 +147,7 @@ def compile_case(
             sass = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
+        "serialised": "serialized" in report,
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
