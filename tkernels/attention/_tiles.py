@@ -44,7 +44,8 @@ def _table() -> dict[str, Any]:
 
 
 def _entry(kernel: str, arch: str, dim: int, itemsize: int, rows: int = 1, num_seqs: int = 0) -> dict[str, Any] | None:
-    """The first entry of the table whose class holds the shape. Entries are ordered: smallest dim first, most sequences first."""
+    """The tiles of the table's first entry whose class holds the shape, which may be none. Entries are ordered: smallest dim first, most
+    sequences first."""
     for entry in _table().get(arch, {}).get(kernel, []):
         if (
             dim <= entry["dim"]

@@ -227,7 +227,8 @@ def prefill(
 ) -> None:  # fmt: skip
     """Write the rows of every sequence with at least ``min_query`` query tokens.
 
-    tiles: the table's, both, if None. long_tiles: for rows that see more than ``beyond`` keys; None: ``tiles`` are for all rows.
+    tiles: the table's, both, if None. long_tiles: for rows that see more than ``beyond`` keys; None: ``tiles`` are for all rows. So they
+    are with a window: comparing two ends of a row's keys costs the long tiles the registers that make them fast.
     """
     x = inputs
     if tiles is None:
@@ -235,7 +236,7 @@ def prefill(
         tiles, long_tiles = prefill_tiles(arch, x.dim, x.k_cache.element_size()), long_prefill_tiles(arch, x.dim, x.k_cache.element_size())
     if x.q.shape[0] < min_query:
         return
-    if long_tiles is None or x.capacity <= long_tiles.beyond or 0 < x.window <= long_tiles.beyond:
+    if long_tiles is None or x.capacity <= long_tiles.beyond or x.window > 0:
         _launch(x, out, lse, min_query, tiles, ALL, 0, _dependent.ALONE)
     else:
         _launch(x, out, lse, min_query, long_tiles, LONG, long_tiles.beyond, _dependent.FIRST)
