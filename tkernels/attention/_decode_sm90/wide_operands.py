@@ -49,6 +49,12 @@ def first_product(k, q, zeros):
 
 
 @gluon.jit
+def _masked(v, mask):
+    """v where the bits of mask are set, else 0: two elements at once, whereas a selection takes every pair apart and joins it again."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def load_v16(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr):
     """V of a block [keys, D] → the operand Vᵀ [warps, D, KEYS].
 
@@ -58,8 +64,8 @@ def load_v16(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.con
     v = block.permute([1, 0]).load(layout)
     if MASKED:
         key = gl.arange(0, WARPS * KEYS, gl.SliceLayout(0, layout))
-        keep = (key >= begin) & (key < end)
-        v = gl.where(keep[None, :], v, 0.0)
+        keep = gl.where((key >= begin) & (key < end), -1, 0).to(gl.int16)[None, :] + gl.zeros([D, WARPS * KEYS], gl.int16, layout)
+        v = _masked(v.to(gl.int16, bitcast=True), keep).to(v.dtype, bitcast=True)
     v = v.reshape([D, WARPS, KEYS]).permute([1, 0, 2])
     return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
