@@ -66,7 +66,8 @@ def decode_sm90_kernel(
                 scheduler,
                 (
                     q_desc, table_ptr, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
-                    KV_HEADS, GROUP, GROUP_ROWS, DIM, PAGE, BLOCK_N, PROGRAMS, LEAVES, 1, 1, BY_RANGE, MIN_QUERIES, QUERIES, HAS_WINDOW,
+                    KV_HEADS, GROUP, GROUP_ROWS, DIM, PAGE, BLOCK_N, PROGRAMS, LEAVES, 1, 1, BY_RANGE,
+                    MIN_QUERIES, QUERIES, HAS_WINDOW, 128,
                 ),
             ),
         ],

@@ -24,7 +24,7 @@ def decode_one_sm90_kernel(
     DTYPE: gl.constexpr, CACHE_DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     SLOT_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr,
-    BY_RANGE: gl.constexpr, MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, SPLIT: gl.constexpr,
+    BY_RANGE: gl.constexpr, SEQS: gl.constexpr, MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_K_SCALE: gl.constexpr, HAS_V_SCALE: gl.constexpr, HAS_LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def decode_one_sm90_kernel(
                 (
                     q_desc, table_ptr, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
                     KV_HEADS, GROUP, COLUMNS // QUERIES, DIM, PAGE, BLOCK_N, PROGRAMS, LEAVES, UNCUT, LEAST, BY_RANGE,
-                    MIN_QUERIES, QUERIES, HAS_WINDOW,
+                    MIN_QUERIES, QUERIES, HAS_WINDOW, SEQS,
                 ),
             ),
         ],

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._decode_sm90.shared import (
     Q_STAGES,
-    SEQS,
     blocks_from,
     divide,
     first_block,
@@ -21,7 +20,7 @@ from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_words,
 
 
 @gluon.jit
-def _lengths(cu_ptr, lens_ptr, first, num_seqs, capacity):
+def _lengths(cu_ptr, lens_ptr, first, num_seqs, capacity, SEQS: gl.constexpr):
     """(first query row, query tokens, keys) of the sequences ``first`` to ``first + SEQS``; 0 of those past the last one."""
     s = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
     return lengths_of(cu_ptr, lens_ptr, s, num_seqs, capacity)
@@ -49,23 +48,23 @@ def scheduler(
     q_desc, table_ptr, cu_ptr, lens_ptr, num_seqs, capacity, window, stride_bt, q_shared, q_full, q_empty, segments,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     PROGRAMS: gl.constexpr, LEAVES: gl.constexpr, UNCUT: gl.constexpr, LEAST: gl.constexpr, BY_RANGE: gl.constexpr,
-    MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    MIN_QUERIES: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, SEQS: gl.constexpr,
 ):  # fmt: skip
     """Ranges of the blocks of one KV head, all sequences one after another; a program takes its own.
     A range is cut into segments, a part of one sequence each, and both of its ends move up to the next end of a leaf.
 
     Nothing is on its way from the cache before this warp has found a program's first segment. So it loads the lengths once, and takes from
-    its registers what it must know of a sequence."""
+    its registers what it must know of a sequence. SEQS: sequences that it searches at once, a multiple of 32."""
     layout: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [1], [0])
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     # a cursor: ``passed`` blocks lie before the SEQS sequences at ``group``, which have ``here``, and end at ``ends``
     group = 0
     passed = 0
-    first_rows, query_lens, lens = _lengths(cu_ptr, lens_ptr, group, num_seqs, capacity)
+    first_rows, query_lens, lens = _lengths(cu_ptr, lens_ptr, group, num_seqs, capacity, SEQS)
     counts, ends, here = _ends((first_rows, query_lens, lens), window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N)
     total = here
     for first in range(SEQS, num_seqs, SEQS):
-        of_group = _lengths(cu_ptr, lens_ptr, first, num_seqs, capacity)
+        of_group = _lengths(cu_ptr, lens_ptr, first, num_seqs, capacity, SEQS)
         _counts, _of_group, blocks = _ends(of_group, window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N)
         total += blocks
     ranges = make_ranges(total, PROGRAMS)
@@ -83,7 +82,7 @@ def scheduler(
             while x >= passed + here:
                 passed += here
                 group += SEQS
-                first_rows, query_lens, lens = _lengths(cu_ptr, lens_ptr, group, num_seqs, capacity)
+                first_rows, query_lens, lens = _lengths(cu_ptr, lens_ptr, group, num_seqs, capacity, SEQS)
                 counts, ends, here = _ends((first_rows, query_lens, lens), window, MIN_QUERIES, QUERIES, HAS_WINDOW, BLOCK_N)
             own = (ends > x - passed) & (ends - counts <= x - passed)
             s = group + _of(own, gl.arange(0, SEQS, layout))

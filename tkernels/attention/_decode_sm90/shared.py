@@ -13,7 +13,6 @@ from tkernels.attention._sm90_gluon import WORK_STAGES, Stages, Work, get_word
 ROWS = gl.constexpr(64)  # query rows of a sequence, tokens times heads of a group: the M of a warpgroup MMA
 QUERIES = gl.constexpr(8)
 FOLD_ROWS = gl.constexpr(8)  # query rows that four warps fold at once
-SEQS = gl.constexpr(128)  # sequences that the scheduler searches at once
 FIELDS = gl.constexpr(16)  # 32-bit words that describe a segment, and what makes them a power of two
 Q_STAGES = gl.constexpr(2)
 ONE_FIRST_BARRIER = gl.constexpr(5)  # of the kernel for few tokens: its roles beside the consumer are three
