@@ -43,8 +43,9 @@ def test_b018_b033_one_graph_serves_every_length_after_a_larger_call():
 
 
 @pytest.mark.parametrize(
-    "shape", [{"dim": 128}, {"dim": 256}, {"dim": 128, "dtype": torch.float8_e4m3fn}], ids=str
-)  # 256: a Gluon kernel for few tokens, the plain one for up to 8; e4m3: no Gluon kernel for prompts under fp16 queries
+    "shape", [{"dim": 128}, {"dim": 256}, {"dim": 128, "dtype": torch.float8_e4m3fn}, {"dim": 128, "page_size": 24}], ids=str
+)  # 256: a Gluon kernel for few tokens, the plain one for up to 8; e4m3: none for prompts under fp16 queries; pages of 24: none, and two
+# launches for prompts
 @pytest.mark.parametrize("queries", [[1] * 20 + [3, 8], [1] * 20 + [3, 8, 300, 40], [1] * 40 + [2000], [5] * 20])
 @pytest.mark.parametrize("dependent", [False, True])
 def test_launches_of_a_set_begin_after_what_stands_before_and_end_before_what_stands_after(
