@@ -3,9 +3,9 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "serialised" (whether each product waits for the one before it), "spills" (bytes stored and loaded),
-"shared" (bytes), "wgmma" (instructions), "mma" (those of a warp), "order" (how the warps that begin the program touch memory, wait, and
-let the next kernel begin), "give_backs", "leading_zeros" (how often the assembler has such instructions, None without a disassembler)} a
-case.
+"shared" (bytes), "wgmma" (instructions), "mma" (those of a warp), "selects" (of 16 bits), "permutes" (of bytes), "order" (how the warps that
+begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often the assembler has such
+instructions, None without a disassembler)} a case.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ def _assembled(compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync.aligned"),
+        "selects": ptx.count("selp.b16"),
+        "permutes": ptx.count("prmt.b32"),
         "order": _order(ptx),
         "give_backs": None if sass is None else sass.count("BAR.ARV"),
         "leading_zeros": None if sass is None else sass.count("FLO.U32"),

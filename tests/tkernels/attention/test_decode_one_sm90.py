@@ -215,6 +215,10 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
         assert layout.programs_per_sm * (facts["shared"] + 1024) <= 228 << 10, (case, facts)
         if facts["give_backs"] is not None:  # two for each kind of block, and the assembler has not seen through what they depend on
             assert facts["give_backs"] == 4 and facts["leading_zeros"] >= 4, (case, facts)
+        # a masked block has a mask for each key of a thread: it selects no elements of 16-bit V, and pieces no bytes of masks together
+        assert facts["selects"] <= 16, (case, facts)
+        if fp8:  # of both kinds of block, V alone: two for eight elements
+            assert facts["permutes"] <= 2 * 2 * layout.block_n * dim // (32 * layout.warps) // 8, (case, facts)
         # of a block with and of one without masks; of each, both products
         assert facts["mma"] == 4 * (layout.block_n // layout.warps // 16) * (dim // 16) * (columns // 8 // layout.split), (case, facts)
 

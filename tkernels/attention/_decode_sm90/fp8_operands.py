@@ -81,12 +81,12 @@ def _widen_v(v):
 
 @gluon.jit
 def _widen_v_masked(v, mask):
-    """``_widen_v`` of v where the bits of mask are set, else 0."""
+    """``_widen_v`` of v where the bits of mask are set, else 0. mask: a register an element, of which each key's first one is read."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 x, y, p, q; .reg .b16 a, b, c, d; and.b32 p, $4, $6; and.b32 q, $5, $7;
+        """{ .reg .b32 x, y, p, q; .reg .b16 a, b, c, d; and.b32 p, $4, $6; and.b32 q, $5, $10;
         prmt.b32 x, p, q, 0x5140; prmt.b32 y, p, q, 0x7362; mov.b32 {a, b}, x; mov.b32 {c, d}, y;
         cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }""",
-        "=r,=r,=r,=r,r,r,r,r", [v, mask], dtype=gl.float16, is_pure=True, pack=8,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [v, mask], dtype=gl.float16, is_pure=True, pack=8,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def load_v(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.const
     if MASKED:
         row = gl.arange(0, WARPS * KEYS, gl.SliceLayout(1, layout))
         keep = (row >= begin) & (row < end)
-        v = _widen_v_masked(v, gl.where(keep, -1, 0).to(gl.int8)[:, None] + gl.zeros([WARPS * KEYS, D], gl.int8, layout))
+        v = _widen_v_masked(v, gl.where(keep, -1, 0)[:, None] + gl.zeros([WARPS * KEYS, D], gl.int32, layout))
     else:
         v = _widen_v(v)
     v = v.reshape([WARPS, KEYS // 16, 2, 4, 2, 8, D // 32, 2, 2])  # keys by 16, by 8, t, (dim 1); g, dims by 4, (dim 0), (key)

@@ -19,7 +19,7 @@ from tkernels.attention._decode_sm90.consumer import end_segment, leave, merge
 from tkernels.attention._decode_sm90.fp8_operands import column_warps, key_warps, load_k, load_q, load_v, transpose
 from tkernels.attention._decode_sm90.shared import ONE_FIRST_BARRIER, Q_STAGES, read_segment
 from tkernels.attention._decode_sm90.warps import merge_warps, whole_layout
-from tkernels.attention._decode_sm90.wide_operands import first_product, load_k16, load_q16, load_v16
+from tkernels.attention._decode_sm90.wide_operands import first_product, load_k16, load_q16, load_v16, seen_keys
 from tkernels.attention._sm90_gluon import cap, wait_work
 
 
@@ -60,13 +60,15 @@ def _block(
     WARPS: gl.constexpr = key_warps(mma)
     SPLIT: gl.constexpr = column_warps(mma)
     WIDE: gl.constexpr = k_block.dtype == q.dtype
+    if WIDE:
+        seen = seen_keys(begin, end, mma, D, KEYS)  # while K is on its way
     mbarrier.wait(k_full, k_phase)
     zeros = gl.zeros([WARPS, KEYS, N], gl.float32, mma)
     if WIDE:
         s = first_product(load_k16(k_block, mma, D, KEYS), q, zeros)
         _give_back(k_number, s, SPLIT, HANDSHAKE)
         mbarrier.wait(v_full, v_phase)  # V lies in registers before it is wanted
-        v = load_v16(v_block, begin, end, mma, D, KEYS, MASKED)
+        v = load_v16(v_block, seen, mma, D, KEYS, MASKED)
     else:
         s = mma_v2(load_k(k_block, mma, D, KEYS), q, zeros)
         _give_back(k_number, s, SPLIT, HANDSHAKE)

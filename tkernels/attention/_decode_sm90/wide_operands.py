@@ -50,22 +50,28 @@ def first_product(k, q, zeros):
 
 @gluon.jit
 def _masked(v, mask):
-    """v where the bits of mask are set, else 0: two elements at once, whereas a selection takes every pair apart and joins it again."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], gl.int16, is_pure=True, pack=2)
+    """v where the bits of mask are set, else 0. Two keys of a dim, which share a register, at once."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=v.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
-def load_v16(block, begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr):
+def seen_keys(begin, end, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr):
+    """For ``load_v16``: all bits of the keys from ``begin`` on and before ``end``, of the others none."""
+    layout: gl.constexpr = gl.SliceLayout(0, _operand_layout(D, key_warps(mma) * KEYS, mma, False))
+    key = gl.arange(0, key_warps(mma) * KEYS, layout)
+    return gl.where((key >= begin) & (key < end), -1, 0).to(gl.int16)
+
+
+@gluon.jit
+def load_v16(block, seen, mma: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr):
     """V of a block [keys, D] → the operand Vᵀ [warps, D, KEYS].
 
-    MASKED: keys before ``begin`` and from ``end`` on become 0: what no query may see may be NaN, and 0 · NaN is NaN."""
+    MASKED: keys that are not seen become 0: what no query may see may be NaN, and 0 · NaN is NaN."""
     WARPS: gl.constexpr = key_warps(mma)
     layout: gl.constexpr = _operand_layout(D, WARPS * KEYS, mma, False)
     v = block.permute([1, 0]).load(layout)
     if MASKED:
-        key = gl.arange(0, WARPS * KEYS, gl.SliceLayout(0, layout))
-        keep = gl.where((key >= begin) & (key < end), -1, 0).to(gl.int16)[None, :] + gl.zeros([D, WARPS * KEYS], gl.int16, layout)
-        v = _masked(v.to(gl.int16, bitcast=True), keep).to(v.dtype, bitcast=True)
+        v = _masked(v, seen[None, :] + gl.zeros([D, WARPS * KEYS], gl.int16, layout))
     v = v.reshape([D, WARPS, KEYS]).permute([1, 0, 2])
     return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
