@@ -117,7 +117,7 @@ def _overlapped(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The state with the blocks begin : whole, at least one, of 16-bit operands; see above. The first step's weights are zero, of the
-    first block's values: it comes anyway, and whatever its values are, the rows get them.
+    first block's values, which come anyway: what is NaN there the rows get anyway, but of Inf they get NaN too.
 
     Weights are carried as int16, or the compiler puts them into shared memory as it does with what is loaded, and waits for the product.
     """

@@ -1,7 +1,8 @@
 """Tile sizes: a shipped table by architecture and shape class, and a heuristic for what the table lacks.
 
 Everything here depends on the device and on shapes alone, never on data, so a captured graph may bake it in. BLOCK_N, which is part of
-the arithmetic, depends on the shape of the model only, so it is the same for a request in every batch.
+the arithmetic, depends on the shape of the model only, and in prefill on how many keys a row sees, so it is the same for a request in every
+batch.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def constants(
         SLOT_ROWS=rows if queries == 1 else columns, HEAD_DIM=x.dim, DIM=dim, PAGE=x.page_size,
         BLOCK_N=layout.block_n, K_STAGES=layout.k_stages, V_STAGES=layout.v_stages,
         PROGRAMS=programs, LEAVES=min(_LEAVES, max(16, layout.leaves * num_sms // x.kv_heads)), UNCUT=layout.uncut, LEAST=layout.least,
-        # fewer lanes' worth of sequences are searched sooner; where the kernel is another for few of them anyway
+        # a quarter of the sequences are searched in a quarter of the instructions
         BY_RANGE=x.num_seqs > programs, SEQS=32 if x.num_seqs <= min(32, programs) else 128,
         MIN_QUERIES=min_queries, QUERIES=queries, SPLIT=layout.split,
         CAUSAL=x.causal or queries == 1, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,

@@ -1,13 +1,14 @@
 """Prefill: attention of sequences with more than 8 query tokens over their paged KV cache, fresh, chunked or after a cached prefix.
 
-One program computes one tile of BLOCK_M query rows of one KV head: BLOCK_M // group tokens times the heads of the group, so every
-GQA ratio fills the tile and the causal diagonal wastes little. The grid is bounded by the number of tokens and sequences; a program
-finds its tile from ``cu_seqlens_q`` and ``seq_lens`` on the device, longest first over the whole batch, head by head so that the
-keys of one head stay in L2. Sequences with fewer query tokens belong to decode.py and are skipped.
+A tile is BLOCK_M query rows of one KV head: BLOCK_M // group tokens times the heads of the group, so every GQA ratio fills it and the
+causal diagonal wastes little. A program computes one, of a grid bounded by the number of tokens and sequences. It finds it from
+``cu_seqlens_q`` and ``seq_lens`` on the device, longest first over the whole batch, head by head so that the keys of one head stay in L2.
+Sequences with fewer query tokens belong to decode.py and are skipped.
 
 Rows that see many keys may have tiles of their own, which are faster but leave the multiprocessor to one program, so that nothing hides its
-beginning and its end. A launch takes the rows on its side of that bound, which is part of the table: the tile of a row follows from its
-position, so its bits depend neither on the batch nor on how its prompt is cut into chunks.
+beginning and its end. A launch takes the rows on its side of that bound, which is part of the table, and that of many keys has as many
+programs as run at once, which take tiles as they come. Which tile a row is in follows from its position, so its bits depend neither on the
+batch nor on how its prompt is cut into chunks.
 
 Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the heads of a group, tiles are found on the device.
 
@@ -66,7 +67,8 @@ def _rows(tile, head, first_row, query_len, GROUP: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def _rows_of_part(query_len, length, MIN_QUERY: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr):
-    """(first, number) of a sequence's query tokens in this part: those that see at most BEYOND keys, or those that see more."""
+    """(first, number) of a sequence's query tokens in this part: those that see at most BEYOND keys, or those that see more. Of a sequence
+    with more query tokens than keys (lengths beyond the table's are cut) it is the first BEYOND tokens, and the others."""
     count = tl.where(query_len >= MIN_QUERY, query_len, 0)
     if PART == 0:
         first = 0
@@ -228,7 +230,8 @@ def prefill(
     """Write the rows of every sequence with at least ``min_query`` query tokens.
 
     tiles: the table's, both, if None. long_tiles: for rows that see more than ``beyond`` keys; None: ``tiles`` are for all rows. So they
-    are with a window: comparing two ends of a row's keys costs the long tiles the registers that make them fast.
+    are with a window: comparing two ends of a row's keys costs the long tiles the registers that make them fast. So they are with groups
+    that a tile does not hold: a larger one of so many keys does not fit shared memory.
     """
     x = inputs
     if tiles is None:
@@ -236,16 +239,19 @@ def prefill(
         tiles, long_tiles = prefill_tiles(arch, x.dim, x.k_cache.element_size()), long_prefill_tiles(arch, x.dim, x.k_cache.element_size())
     if x.q.shape[0] < min_query:
         return
-    if long_tiles is None or x.capacity <= long_tiles.beyond or x.window > 0:
+    group = x.heads // x.kv_heads
+    if long_tiles is None or x.capacity <= long_tiles.beyond or x.window > 0 or group > long_tiles.block_m:
         _launch(x, out, lse, min_query, tiles, ALL, 0, _dependent.ALONE)
     else:
-        _launch(x, out, lse, min_query, long_tiles, LONG, long_tiles.beyond, _dependent.FIRST)
+        counter = _launch(x, out, lse, min_query, long_tiles, LONG, long_tiles.beyond, _dependent.FIRST)
         _launch(x, out, lse, min_query, tiles, SHORT, long_tiles.beyond, _dependent.BESIDE)
+        del counter  # which outlives the launch of the set's last kernel
 
 
 def _launch(
     x: Inputs, out: torch.Tensor, lse: torch.Tensor | None, min_query: int, tiles: PrefillTiles, part: int, beyond: int, place: int
-) -> None:
+) -> torch.Tensor | None:
+    """Returns the launch's counter, if it has one."""
     group = x.heads // x.kv_heads
     block_m = max(tiles.block_m, next_power_of_2(group))
     tokens = block_m // group
@@ -257,11 +263,12 @@ def _launch(
         programs = min(num_tiles, prompts * cdiv(beyond, tokens)) * x.kv_heads
     elif part == LONG:
         programs = min(programs, target_of(out.device).num_sms * tiles.programs_per_sm)
+    counter = counters(1, out.device) if part == LONG else None
     stride_lt, stride_lh = (lse.stride(0), lse.stride(1)) if lse is not None else (0, 0)
     _dependent.launch(
         _prefill_kernel, (programs,), out.device,
         x.q, x.k_cache, x.v_cache, out, lse, x.table, x.seq_lens, x.cu_seqlens_q, x.sinks, x.k_scale, x.v_scale,
-        counters(1, out.device) if part == LONG else None,
+        counter,
         x.num_seqs, x.capacity, x.window, x.scale * LOG2_E, x.softcap * LOG2_E, x.v_factor, x.k_scale_stride, x.v_scale_stride,
         x.stride_table, x.q.stride(0), x.q.stride(1), out.stride(0), out.stride(1), stride_lt, stride_lh,
         *x.k_cache.stride()[:3], *x.v_cache.stride()[:3],
@@ -273,3 +280,4 @@ def _launch(
         OVERLAP=tiles.overlap, PART=part, BEYOND=beyond,
         num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, place=place,
     )  # fmt: skip
+    return counter

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.tkernels.attention.offline_sm90 '[{"kernel": "prefill", "dim": 128, "page_size": 16}, …]'
 
 prints a JSON list: {"registers", "serialised" (whether each product waits for the one before it), "spills" (bytes stored and loaded),
-"shared" (bytes), "wgmma" (instructions), "mma" (those of a warp), "selects" (of 16 bits), "permutes" (of bytes), "order" (how the warps that
-begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often the assembler has such
+"shared" (bytes), "wgmma" (instructions), "mma" (those of a warp), "selects" (of 16 bits), "permutes" (of bytes), "order" (how the warps
+that begin the program touch memory, wait, and let the next kernel begin), "give_backs", "leading_zeros" (how often the assembler has such
 instructions, None without a disassembler)} a case.
 """
 
@@ -115,6 +115,7 @@ def _compiled_long_prefill(x: Inputs) -> Any:
             *(of("sm_90", x.dim, x.k_cache.element_size()) for of in (prefill_tiles, long_prefill_tiles)),
         )
     (kernel, _, _, *args), constants = calls[0]
+    assert constants["PART"] == prefill.LONG and constants["OVERLAP"], "this shape has no tiles for many keys"
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     constants["PDL"] = constants.pop("place")
     signature, attributes = {}, {}

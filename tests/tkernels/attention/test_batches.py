@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import tkernels
+import tkernels.attention.prefill as prefill_module
 from tests.tkernels.attention.cases import Case, check, make_case
 from tests.tkernels.attention.test_values import attend
+from tkernels._counters import counters
 from tkernels.attention._inputs import Inputs, check_inputs
 from tkernels.attention._tiles import DecodeTiles, PrefillTiles, _entry, _table, decode_tiles
 from tkernels.attention.decode import QUERY_LEN, _units, decode
@@ -112,14 +114,29 @@ def test_bits_do_not_depend_on_whether_products_with_values_overlap_the_softmax(
 @pytest.mark.parametrize(
     "lens, query_lens", [([70, 130, 48, 49], [70, 30, 48, 20]), ([40, 30], [40, 12]), ([200], [20]), ([0, 9], [90, 60])]
 )
-def test_rows_of_few_and_of_many_keys_are_all_written(lens, query_lens, causal, device):
-    """All on one side, prompts across the bound, ends right at it, and more queries than keys."""
+def test_rows_of_few_and_of_many_keys_are_all_written(lens, query_lens, causal, device, monkeypatch):
+    """All on one side, prompts across the bound, ends right at it, and more queries than keys. The counter is left at zero."""
+    words: list[torch.Tensor] = []
+    monkeypatch.setattr(prefill_module, "counters", lambda *of: words.append(counters(*of)) or words[-1])
     case = make_case(lens, query_lens, heads=6, kv_heads=2, dim=16, max_pages=40, dtype=torch.float16, device=device, causal=causal)
     tiles = PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
     long_tiles = PrefillTiles(block_m=32, block_n=32, num_warps=4, num_stages=2, overlap=True, beyond=48)
     out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"), device=device)
     prefill(checked(case), out, lse, 9, tiles, long_tiles)
     check(case, out, lse)
+    assert len(words) == 1 and not words[0].any()
+
+
+@pytest.mark.parametrize("group, launches", [(8, 2), (256, 1)])
+def test_a_group_that_no_tile_for_many_keys_holds_has_one_launch(group, launches, device, monkeypatch):
+    case = make_case([300], [20], heads=group, kv_heads=1, dim=16, dtype=torch.float16, device=device)
+    places: list[int] = []
+    monkeypatch.setattr(prefill_module._dependent, "launch", lambda *args, **options: places.append(options["PART"]))
+    tiles = PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    prefill(
+        checked(case), torch.empty_like(case.q), None, 9, tiles, PrefillTiles(block_m=128, block_n=32, num_warps=4, num_stages=2, beyond=48)
+    )
+    assert len(places) == launches
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [12, 1, 9]])
