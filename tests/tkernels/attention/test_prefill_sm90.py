@@ -106,7 +106,8 @@ def verify_compiled(cases: list[dict[str, Any]]) -> None:
 def test_products_of_the_plain_kernel_for_many_keys_run_beside_the_softmax():
     """The assembler makes each product wait for the one before it where it sees anything that it takes for a hazard, and only says so."""
     shapes: list[dict[str, Any]] = [
-        {}, {"softcap": 30.0}, {"page_size": 128}, {"page_size": 12, "dtype": "float16"}, {"dim": 96, "causal": False}, {"heads": 28, "kv_heads": 4}
+        {}, {"softcap": 30.0}, {"page_size": 128}, {"page_size": 12, "dtype": "float16"}, {"dim": 96, "causal": False},
+        {"heads": 28, "kv_heads": 4},
     ]  # fmt: skip
     cases = [{"kernel": "long_prefill", "pdl": 1} | shape for shape in shapes]
     for case, facts in zip(cases, compile_offline(cases), strict=True):
