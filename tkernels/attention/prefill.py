@@ -8,8 +8,8 @@ Sequences with fewer query tokens belong to decode.py and are skipped.
 Rows that see many keys may have tiles of their own, which are faster but leave the multiprocessor to one program, so that nothing hides its
 beginning and its end. A launch takes the rows on its side of that bound, which is part of the table, and that of many keys has as many
 programs as run at once, which take tiles as they come. Which tile a row is in follows from its position, so its bits do not depend on the
-batch. The order of the sums is the same in chunks of a prompt; on a GPU the bits may not be, as a chunk's last block is computed by the code
-for blocks that are loaded in part.
+batch. The order of the sums is the same in chunks of a prompt; on a GPU the bits may not be, as a chunk's last block is computed by the
+code for blocks that are loaded in part.
 
 Source: arXiv 2307.08691 (FlashAttention-2); differs: rows are tokens times the heads of a group, tiles are found on the device.
 
