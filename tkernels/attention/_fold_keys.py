@@ -45,26 +45,21 @@ def _block(
     q, m, l, acc, k_head, v_head, page, start, low, high, cut, first, last, qk_scale, softcap,
     stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One block of keys, its pages in ``page`` [BLOCK_N]. WHOLE: all its keys may be loaded, and unless ``cut`` every row sees them.
     Otherwise keys outside of ``low`` and ``high`` are not even loaded."""
-    offs_k = start + offs_n
-    slot = page_slots(start, offs_n, PAGE, BLOCK_N)
-    v_stride_n = stride_kn if SAME_STRIDES else stride_vn
-    page = page.to(tl.int64)
-    k_pages = page * stride_kp
-    v_pages = k_pages if SAME_STRIDES else page * stride_vp
-    k_ptrs = (k_head + k_pages)[:, None] + (slot[:, None] * stride_kn + offs_d[None, :])
-    v_ptrs = (v_head + v_pages)[:, None] + (slot[:, None] * v_stride_n + offs_d[None, :])
-    if not WHOLE:
+    k_ptrs = _ptrs(k_head, page, start, stride_kp, stride_kn, offs_n, offs_d, PAGE, BLOCK_N)
+    v_ptrs = _ptrs(v_head, page, start, stride_vp, stride_vn, offs_n, offs_d, PAGE, BLOCK_N)
+    if WHOLE:
+        k = _loaded(k_ptrs, mask_d, PAD_D)
+        v = _loaded(v_ptrs, mask_d, PAD_D)
+    else:
+        offs_k = start + offs_n
         loaded = (offs_k >= low) & (offs_k < high)
         mask_kv = loaded[:, None] & mask_d[None, :]
         k = tl.load(k_ptrs, mask=mask_kv, other=0.0)
         v = tl.load(v_ptrs, mask=mask_kv, other=0.0)
-    else:
-        k = _loaded(k_ptrs, mask_d, PAD_D)
-        v = _loaded(v_ptrs, mask_d, PAD_D)
     s = product(q, tl.trans(k.to(COMPUTE)), tl.zeros([m.shape[0], BLOCK_N], tl.float32))
     m, l, a, p = _softmax(s, m, l, start, cut, first, last, qk_scale, softcap, WHOLE, CAUSAL, HAS_WINDOW, HAS_SOFTCAP)
     acc = product(cast(p, COMPUTE), v.to(COMPUTE), acc * a[:, None])
@@ -81,7 +76,7 @@ def _loaded(ptrs, mask_d, PAD_D: tl.constexpr):
 
 
 @triton.jit
-def _whole_ptrs(head, page, start, stride_p, stride_n, offs_n, offs_d, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _ptrs(head, page, start, stride_p, stride_n, offs_n, offs_d, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_N, D] pointers to the keys or values of a block, its pages in ``page`` [BLOCK_N]."""
     slot = page_slots(start, offs_n, PAGE, BLOCK_N)
     return (head + page.to(tl.int64) * stride_p)[:, None] + (slot[:, None] * stride_n + offs_d[None, :])
@@ -130,8 +125,8 @@ def _overlapped(
     v_page = page
     for i in tl.range(begin, whole, num_stages=STAGES):
         v_start = tl.maximum(i - 1, begin) * BLOCK_N
-        k = _loaded(_whole_ptrs(k_head, page, i * BLOCK_N, stride_kp, stride_kn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
-        v = _loaded(_whole_ptrs(v_head, v_page, v_start, stride_vp, stride_vn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
+        k = _loaded(_ptrs(k_head, page, i * BLOCK_N, stride_kp, stride_kn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
+        v = _loaded(_ptrs(v_head, v_page, v_start, stride_vp, stride_vn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
         s = product(q, tl.trans(k.to(COMPUTE)), tl.zeros([m.shape[0], BLOCK_N], tl.float32))
         acc = product(_now(p, zero).to(COMPUTE, bitcast=True), v.to(COMPUTE), acc * a[:, None])
         cut = (i < seen_begin) | (i >= seen_end)
@@ -141,7 +136,7 @@ def _overlapped(
         page = held(next_page)
         next_page = read(whole_page_ptrs(table_row, tl.minimum(i + 2, whole - 1), offs_n, PAGE, BLOCK_N)) + zeros
     v_start = (whole - 1) * BLOCK_N
-    v = _loaded(_whole_ptrs(v_head, v_page, v_start, stride_vp, stride_vn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
+    v = _loaded(_ptrs(v_head, v_page, v_start, stride_vp, stride_vn, offs_n, offs_d, PAGE, BLOCK_N), mask_d, PAD_D)
     return m, l, product(p.to(COMPUTE, bitcast=True), v.to(COMPUTE), acc * a[:, None])
 
 
@@ -180,7 +175,7 @@ def _edge(
     q, m, l, acc, k_head, v_head, table_row, begin, end, low, high, first, last, qk_scale, softcap,
     stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The state with the blocks begin : end, of which only keys between ``low`` and ``high`` are loaded."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -190,7 +185,7 @@ def _edge(
         m, l, acc = _block(
             q, m, l, acc, k_head, v_head, ids, i * BLOCK_N, low, high, True, first, last, qk_scale, softcap,
             stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-            PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+            PAGE, BLOCK_N, False, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
         )  # fmt: skip
     return m, l, acc
 
@@ -200,7 +195,7 @@ def fold_keys(
     q, m, l, acc, k_head, v_head, table_row, page, next_page, low, high, begin, whole, end, seen_begin, seen_end, first, last,
     qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The state (m, l, acc) with the keys that rows see between ``low`` and ``high``, those from ``first`` to ``last`` [BLOCK_M] of a row.
@@ -214,7 +209,7 @@ def fold_keys(
         m, l, acc = _edge(
             q, m, l, acc, k_head, v_head, table_row, low // BLOCK_N, begin, low, high, first, last, qk_scale, softcap,
             stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
         )  # fmt: skip
     zeros = tl.zeros([BLOCK_N], tl.int32)
     # page ids are read two blocks ahead: keys are loaded one block ahead, and an address that is not there yet would stop the loop
@@ -232,12 +227,12 @@ def fold_keys(
                 m, l, acc = _block(
                     q, m, l, acc, k_head, v_head, page, i * BLOCK_N, low, high, cut, first, last,
                     qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, offs_n, offs_d, mask_d,
-                    PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+                    PAGE, BLOCK_N, True, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
                 )  # fmt: skip
                 page = held(next_page)
                 next_page = read(whole_page_ptrs(table_row, tl.minimum(i + 2, whole - 1), offs_n, PAGE, BLOCK_N)) + zeros
     return _edge(
         q, m, l, acc, k_head, v_head, table_row, whole, end, low, high, first, last, qk_scale, softcap,
         stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-        PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES,
+        PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE,
     )  # fmt: skip

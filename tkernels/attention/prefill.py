@@ -96,7 +96,7 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
 ):  # fmt: skip
     """Write the item-th tile, if there are so many. Returns how many there are: of all heads, head by head, the most keys first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
@@ -161,7 +161,7 @@ def _tile(
             k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh, table_row, page, next_page,
             low, high, begin, whole, end, seen_begin, seen_end, first, last,
             qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES, OVERLAP,
+            PAGE, BLOCK_N, PAD_D, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, COMPUTE, STAGES, OVERLAP,
         )  # fmt: skip
         # again, so that no registers hold them during the loop
         token_m, head_m, mask_m, rows = _rows(held(tile), head, first_row, query_len, GROUP, BLOCK_M)
@@ -190,7 +190,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr, PART: tl.constexpr, BEYOND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
@@ -204,7 +204,7 @@ def _prefill_kernel(
                 stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
                 stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
                 KV_HEADS, GROUP, DIM, BLOCK_D, PAGE, MIN_QUERY, BLOCK_M, BLOCK_N, SEQS, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-                HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, SAME_STRIDES, STAGES, OVERLAP, PART, BEYOND,
+                HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, STAGES, OVERLAP, PART, BEYOND,
             )  # fmt: skip
             go = item < items
             if go:
@@ -219,7 +219,7 @@ def _prefill_kernel(
             stride_bt, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
             stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
             KV_HEADS, GROUP, DIM, BLOCK_D, PAGE, MIN_QUERY, BLOCK_M, BLOCK_N, SEQS, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-            HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, SAME_STRIDES, STAGES, OVERLAP, PART, BEYOND,
+            HAS_K_SCALE, HAS_V_SCALE, HAS_LSE, NORMALISE_Q, COMPUTE, STAGES, OVERLAP, PART, BEYOND,
         )  # fmt: skip
     depart(PDL)
 
@@ -277,7 +277,7 @@ def _launch(
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, SEQS=max(16, next_power_of_2(x.num_seqs)),
         CAUSAL=x.causal, HAS_WINDOW=x.window > 0, HAS_SOFTCAP=x.softcap > 0, HAS_SINKS=x.sinks is not None,
         HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None, HAS_LSE=lse is not None,
-        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, STAGES=tiles.num_stages,
         OVERLAP=tiles.overlap, PART=part, BEYOND=beyond,
         num_warps=tiles.num_warps, maxnreg=tiles.maxnreg, place=place,
     )  # fmt: skip

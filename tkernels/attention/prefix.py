@@ -36,7 +36,7 @@ def _prefix_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, NORMALISE_Q: tl.constexpr, COMPUTE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile; GROUP · TOKENS rows are used
@@ -75,7 +75,7 @@ def _prefix_kernel(
             k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh, table_ptr, page, next_page,
             0, length, begin, whole, end, begin, whole, token_m, tl.zeros([BLOCK_M], tl.int32) + (length - 1),
             qk_scale, softcap, stride_kp, stride_kn, stride_vp, stride_vn, mask_d,
-            PAGE, BLOCK_N, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, SAME_STRIDES, STAGES, False,
+            PAGE, BLOCK_N, BLOCK_D != DIM, False, False, HAS_SOFTCAP, COMPUTE, STAGES, False,
         )  # fmt: skip
         if not HAS_SOFTCAP:
             m = m * qk_scale
@@ -127,6 +127,6 @@ def prefix(
         KV_HEADS=x.kv_heads, GROUP=group, DIM=x.dim, BLOCK_D=max(16, next_power_of_2(x.dim)), PAGE=x.page_size,
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, LEAST=_LEAST,
         HAS_SOFTCAP=x.softcap > 0, HAS_K_SCALE=x.k_scale is not None, HAS_V_SCALE=x.v_scale is not None,
-        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, SAME_STRIDES=x.same_strides, STAGES=tiles.num_stages,
+        NORMALISE_Q=x.normalise_q, COMPUTE=x.compute, STAGES=tiles.num_stages,
         num_warps=tiles.num_warps, maxnreg=tiles.maxnreg,
     )  # fmt: skip
