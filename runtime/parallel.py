@@ -29,6 +29,7 @@ from tkernels.collectives.group import find
 
 _MAX_BYTES = 16 << 20  # the longest all-reduce of one launch: 2048 tokens of hidden 4096 in bf16
 _TIMEOUT_S = 120.0  # at the start-up one rank may compile its pieces that much longer than another
+_joined: list[str] = []  # the group of this process, between join and leave
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def join(config: RuntimeConfig) -> TensorParallel | None:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
     mesh = dist.init_device_mesh("cuda" if on_gpu else "cpu", (world,), mesh_dim_names=("tp",))
     group = collectives.init_group(mesh["tp"], _MAX_BYTES, _TIMEOUT_S)
+    _joined[:] = [group]
     meetings = find(group).meetings
     assert meetings is not None
     ranks.agree_through(lambda value: max(map(float, meetings.exchange("a shared decision", repr(float(value)), 600.0))))
@@ -155,9 +157,16 @@ def join(config: RuntimeConfig) -> TensorParallel | None:
 
 
 def leave() -> None:
-    """At the end of the program: no rank goes while another still needs it."""
+    """At the end of the program: no rank goes while another still needs it.
+
+    The group goes too: as long as it holds its ProcessGroup, threads of gloo live on, and one that still has a tensor to free when the
+    interpreter is gone aborts the process.
+    """
     if dist.is_initialized():
         ranks.agree_through(None)
+        for group in _joined:
+            collectives.destroy_group(group)
+        _joined.clear()
         dist.barrier()
         dist.destroy_process_group()
 
