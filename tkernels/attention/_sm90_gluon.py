@@ -47,6 +47,13 @@ def get_word(work, stage, field: gl.constexpr):
 
 
 @gluon.jit
+def put_word(work, stage, field: gl.constexpr, value):
+    """One word of a description: where there is no register left to hold all of them, as ``put_words`` does."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    work.words.index(stage).slice(field, 1).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
 def put_words(work, stage, values):
     """The words of a description, those that ``values`` lacks zero: a lane each, so that one store writes them."""
     WORDS: gl.constexpr = work.words.shape[1]

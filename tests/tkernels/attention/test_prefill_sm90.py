@@ -115,7 +115,9 @@ def test_products_of_the_plain_kernel_for_many_keys_run_beside_the_softmax():
 
 
 def test_compiles_for_sm_90_without_spills() -> None:
-    verify_compiled([{"dim": 128, "page_size": 16, "pdl": 2}, {"dim": 256, "page_size": 16, "pdl": 1}])
+    verify_compiled(
+        [{"dim": 128, "page_size": 16, "pdl": 2}, {"dim": 256, "page_size": 16, "pdl": 1}, {"dim": 256, "window": 100, "lse": True}]
+    )
 
 
 @pytest.mark.slow

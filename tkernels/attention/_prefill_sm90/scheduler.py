@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tkernels.attention._prefill_sm90.shared import ROWS, SEQS, TILE, WARPGROUPS, WIDE
-from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_words, sequence, wait_room
+from tkernels.attention._sm90_gluon import add, end_work, lengths_of, put_word, sequence, wait_room
 
 
 @gluon.jit
@@ -91,7 +91,14 @@ def scheduler(
             low = 0
             if HAS_WINDOW:
                 low = gl.minimum(gl.maximum(position - window + 1, 0) // BLOCK_N, blocks - 1)
-            put_words(tiles, stage, (blocks, low, head, first_row + token, query_len - token, position, length, s * stride_bt))
+            put_word(tiles, stage, 0, blocks)
+            put_word(tiles, stage, 1, low)
+            put_word(tiles, stage, 2, head)
+            put_word(tiles, stage, 3, first_row + token)
+            put_word(tiles, stage, 4, query_len - token)
+            put_word(tiles, stage, 5, position)
+            put_word(tiles, stage, 6, length)
+            put_word(tiles, stage, 7, s * stride_bt)
             mbarrier.arrive(tiles.full.index(stage), count=1)
             mbarrier.wait(q_empty, (k & 1) ^ 1)
             mbarrier.expect(q_full, TILE * DIM * (q_shared.dtype.primitive_bitwidth // 8))
