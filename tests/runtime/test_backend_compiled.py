@@ -12,7 +12,7 @@ from runtime import pieces
 from runtime.backend import compile_callable, inductor_available
 from runtime.config import CompileConfig
 from runtime.emulator import EmulatedPool
-from tests.runtime.test_backend import Counting, close, compiled, needs_inductor, same
+from tests.runtime.backend_cases import Counting, close, compiled, needs_inductor, same
 from tests.runtime.toy_ops import DYNAMIC, LOG, Stack, ops, step
 
 # ------------------------------------------------------------------------------------------------------------------ Inductor
