@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +48,7 @@ OnPiece = Callable[[Piece, Function, tuple[Any, ...]], tuple[Any, ...]]
 
 @dataclass
 class CompileReport:
-    """What was done and how long it took.
+    """What was done.
 
     calls: pieces per splitting op. distinct: graph pieces with code of their own. min_size: the smallest size that the code is
     valid for (0, or 2 where the module looks at a size; pad 1 to 2 there). notes: what a user should be told.
@@ -58,8 +57,6 @@ class CompileReport:
     calls: dict[str, int]
     distinct: int
     min_size: int
-    trace_seconds: float
-    compile_seconds: float
     notes: list[str] = field(default_factory=list)
 
 
@@ -118,14 +115,6 @@ class Compiled:
     def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The named sizes of a call: {"tokens": 8, "seqs": 3}."""
         return self._trace.arguments.sizes(self._trace.arguments.flatten(args, kwargs))
-
-    def covers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """None when the compiled code is valid for these arguments, else the reason why not."""
-        try:
-            self.bind(args, kwargs)
-        except BindError as error:
-            return str(error)
-        return None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Check the arguments against what was compiled; returns the flat leaves and the inputs of the graph. Raises BindError."""
@@ -202,9 +191,7 @@ def compile_callable(
     leave out 0 and 1; the report's notes say so.
     Raises TraceError (with what to change), SplitError, PieceError, or RuntimeError when Inductor is asked for and has no compiler.
     """
-    start = time.perf_counter()
     found = trace(module, args, kwargs, dynamic, own_lengths=config.backend == "eager")
-    traced = time.perf_counter()
     try:
         stitched = _stitch(found, config)
     except PieceError as error:
@@ -213,10 +200,7 @@ def compile_callable(
         found = trace(module, args, kwargs, dynamic, refused=str(error))
         stitched = _stitch(found, config)
     add_guards(found, stitched.guards)
-    done = time.perf_counter()
-    report = CompileReport(
-        dict(stitched.calls), 0, 0 if found.unbacked else 2, traced - start, done - traced, [*found.notes, *stitched.notes()]
-    )
+    report = CompileReport(dict(stitched.calls), 0, 0 if found.unbacked else 2, [*found.notes, *stitched.notes()])
     compiled = Compiled(found, stitched, report)
     report.distinct = len({piece.same_as for piece in compiled.pieces if piece.kind == "graph"})
     return compiled

@@ -1,6 +1,6 @@
 """Step times and the table of costs that dispatch decides by.
 
-``median_ms`` times a callable on its device: events around it on CUDA, so that gaps in which the device waits for the host count,
+``interleaved_ms`` times callables on their device: events around it on CUDA, so that gaps in which the device waits for the host count,
 ``perf_counter`` on the CPU. ``CostTable`` holds medians by (key, mode, size), and where attention matters by context too; it is saved
 per GPU, model shape and versions; a file made for anything else is ignored, with the reason.
 """
@@ -62,10 +62,6 @@ def interleaved_ms(
             newest = {name: ranks.largest(times[name][-1]) for name in left}
             left = [name for name in left if newest[name] <= far * min(newest.values())]
     return {name: ranks.largest(sorted(values)[len(values) // 2]) for name, values in times.items()}
-
-
-def median_ms(run: Callable[[], object], device: torch.device, *, repeats: int = 7, budget_ms: float = 200.0) -> float:
-    return interleaved_ms({"": run}, device, repeats=repeats, budget_ms=budget_ms)[""]
 
 
 def _clock_ms(run: Callable[[], object], device: torch.device) -> float:

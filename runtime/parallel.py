@@ -83,7 +83,7 @@ class ParallelCausalLM(CausalLM):
     def __init__(self, spec: ModelSpec, parallel: TensorParallel, device: torch.device | str = "cpu") -> None:
         local = parallel.local_spec(spec)
         super().__init__(local, device)
-        self.parallel, self.full_spec, self.local_vocab = parallel, spec, local.vocab
+        self.parallel, self.local_vocab = parallel, local.vocab
         self.spec = dataclasses.replace(local, vocab=spec.vocab)
 
     def _embed(self, input_ids: torch.Tensor, token_source: torch.Tensor | None, last_tokens: torch.Tensor | None) -> torch.Tensor:
