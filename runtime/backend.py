@@ -144,7 +144,7 @@ class Compiled:
         return leaves, values
 
     def _check_overlap(self, values: list[Any]) -> None:
-        """The pieces were compiled for arguments that lie apart: none may overlap memory that the module writes (B026)."""
+        """The pieces were compiled for arguments that lie apart: none may overlap memory that the module writes."""
         owners = self._trace.owners
         written: dict[int | None, list[int]] = {}
         for index in self._written:

@@ -58,7 +58,7 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def pages_needed(self, num_tokens: int, held: int) -> int:
-        """Pages missing to store ``num_tokens`` when ``held`` are there. Every check and every growth asks here (B080)."""
+        """Pages missing to store ``num_tokens`` when ``held`` are there. Every check and every growth asks here."""
         return max(0, -(-num_tokens // self.page_size) - held)
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
@@ -110,7 +110,7 @@ class BlockManager:
             self._refs[page] += 1
 
     def register(self, page: int, digest: bytes) -> None:
-        """Let a held page be found by its content. Call it only once its K/V has certainly been written (B150).
+        """Let a held page be found by its content. Call it only once its K/V has certainly been written.
 
         Of two pages with equal content the first stays known; the other becomes free when it is released.
         """
@@ -130,7 +130,7 @@ class BlockManager:
         page, _ = self._cached.popitem(last=False)
         digest = self._digests[page]
         assert digest is not None
-        del self._page_of[digest]  # both ways, or a later lookup finds a page that holds other tokens (B148)
+        del self._page_of[digest]  # both ways, or a later lookup finds a page that holds other tokens
         self._digests[page] = None
         self.evictions += 1
         return page

@@ -44,7 +44,7 @@ class Queues:
         return bool(self.running or self.waiting or self.steps_in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError with the numbers when it can never run (B153)."""
+        """Queue a request. Raises RequestError with the numbers when it can never run."""
         length, pages = len(request.prompt_tokens), self.blocks
         if length == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
@@ -69,7 +69,7 @@ class Queues:
         self.waiting_tokens += length
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, running or waiting. Its pages are kept until no step in flight uses them (B158)."""
+        """End a request, running or waiting. Its pages are kept until no step in flight uses them."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
@@ -148,7 +148,7 @@ class Queues:
             pages = list(shared)
             blocks.take(pages)
         elif blocks.prefix_cache:
-            # Never the page of the last token: at least one token must be run to yield the next (B146).
+            # Never the page of the last token: at least one token must be run to yield the next.
             self._extend_digests(request, (length - 1) // blocks.page_size)
             pages = blocks.lookup(request.digests[: (length - 1) // blocks.page_size])
             blocks.take(pages)

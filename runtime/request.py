@@ -94,7 +94,7 @@ class TokenLogprob(NamedTuple):
 class Request:
     """One request as the scheduler sees it.
 
-    tokens: the prompt and then the sampled tokens; it only ever grows, also over a preemption (B155).
+    tokens: the prompt and then the sampled tokens; it only ever grows, also over a preemption.
     num_computed: tokens whose K/V is certainly in ``pages``; num_scheduled: the same once the steps in flight are done.
     num_sampling: tokens that the steps in flight will still sample.
     """

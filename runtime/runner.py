@@ -62,7 +62,7 @@ class Runner:
         self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
         model.bind_cache(self._caches)
         self._buffers_of_first = cast(Any, model.layers[0]).attention._buffers
-        # A request holds at most what the pool has, so a table needs no more columns than that (and never fewer: B048).
+        # A request holds at most what the pool has, so a table needs no more columns than that, and never fewer.
         self.max_context = min(max_context, (self.num_pages - 1) * self.page_size)
         self.num_columns = -(-self.max_context // self.page_size)
         # Lent: a step's tokens are copied at once to where they belong; most steps do not look at its logits, or at once.
@@ -158,7 +158,7 @@ class Runner:
         return Launched(host, event, logprobs)
 
     def read(self, launched: Launched) -> list[int]:
-        """The step's tokens, one a chunk. Waits for the copy to the host: without that the numbers may not be there yet (B163)."""
+        """The step's tokens, one a chunk. Waits for the copy to the host: without that the numbers may not be there yet."""
         if launched.event is not None:
             launched.event.synchronize()
         collectives.check()  # what came while a rank was missing is no answer

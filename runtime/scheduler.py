@@ -86,7 +86,7 @@ class Scheduler(Queues):
         limits = {"max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
         for name, value in limits.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")  # 0 would schedule nothing, for ever (B160)
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")  # 0 would schedule nothing, for ever
         if max_num_seqs > max_batch_tokens:
             raise ValueError(
                 f"max_num_seqs: {max_num_seqs} is above max_batch_tokens {max_batch_tokens}; each running request needs a token"

@@ -161,7 +161,7 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def slots_of(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
-    """Where the token at each position is written. Token by token, not page by page: a chunk may begin anywhere in a page (B076)."""
+    """Where the token at each position is written. Token by token, not page by page: a chunk may begin anywhere in a page."""
     return table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 

@@ -162,7 +162,7 @@ def test_bf16_errs_no_more_than_transformers(name: str, device: torch.device) ->
 
 @pytest.mark.parametrize("name", ["llama", "rope-dynamic", "rope-longrope"])
 def test_padding_changes_nothing(name: str, device: torch.device) -> None:
-    """B001, B075: padding tokens and padding rows leave logits and every byte of the cache as they are."""
+    """Padding tokens and padding rows leave logits and every byte of the cache as they are."""
     config = CASES[name]
     model = random_model(config, seed=3, device=device)
     results, caches = [], []
@@ -198,7 +198,7 @@ def test_a_sequence_does_not_feel_its_neighbours_length(device: torch.device) ->
 
 @pytest.mark.parametrize("name", ["llama", "rope-dynamic", "rope-longrope"])
 def test_a_step_without_tokens(name: str, device: torch.device) -> None:
-    """B161: nothing in, nothing out, of the right shape."""
+    """Nothing in, nothing out, of the right shape."""
     paged = PagedModel(random_model(CASES[name], seed=3, device=device))
     assert paged.step({}) == {}
     assert paged.last_logits.shape == (0, 199)

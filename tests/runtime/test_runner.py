@@ -65,7 +65,7 @@ def check(runner: Runner, step: Step) -> None:
             ids.append(request.tokens[position])
             positions.append(position)
             page = request.pages[position // runner.page_size]
-            slots.append(page * runner.page_size + position % runner.page_size)  # B076
+            slots.append(page * runner.page_size + position % runner.page_size)
         rows.append(len(ids) - 1)
     assert arrays["input_ids"].tolist() == ids
     assert arrays["positions"].tolist() == positions
@@ -292,7 +292,7 @@ def test_the_static_policy_takes_plain_graphs(device: torch.device) -> None:
 
 
 def test_warm_up_leaves_the_cache_clean(device: torch.device) -> None:
-    """B010: page 0 stays finite, and no page is written by dummy steps."""
+    """Page 0 stays finite, and no page is written by dummy steps."""
     runner = make_runner(device, graph={"mode": "auto", "capture_sizes": [1, 4], "max_tokens": 8, "on_capture_error": "raise"})
     runner.warmup()
     for k_cache, v_cache in runner._caches:
@@ -300,7 +300,7 @@ def test_warm_up_leaves_the_cache_clean(device: torch.device) -> None:
 
 
 def test_steps_touch_no_page_of_others(device: torch.device) -> None:
-    """B003: after a big batch a small padded one; pages that it does not own keep every byte."""
+    """After a big batch a small padded one; pages that it does not own keep every byte."""
     runner = make_runner(device, graph={"mode": "full", "capture_sizes": [4, 8], "max_tokens": 8, "on_capture_error": "raise"})
     runner.warmup()
     rig = Rig(runner)

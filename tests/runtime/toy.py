@@ -3,7 +3,7 @@
 Each request owns a range of token ids and counts inside it: the token after x is x + 1, wrapping within the range. What is
 read for the next token is *the cache*, not the request: every position of the request must hold what was written there. So
 a page that is shared wrongly, freed too early or found under a stale digest shows as a token from a foreign range, or as a
-position that does not hold what it should (B156).
+position that does not hold what it should.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None, tolera
 
 
 def check_far_pages(query_len: int, heads: int = 32) -> None:
-    """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages (B098). On a GPU."""
+    """A sequence in the highest pages of a cache of 2.2e9 elements equals the same one in the lowest pages. On a GPU."""
     pages = 2_200_000_000 // (16 * 8 * 128)
     k_cache = torch.zeros((pages, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
     v_cache = torch.zeros_like(k_cache)

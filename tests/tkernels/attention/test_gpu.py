@@ -198,7 +198,7 @@ def test_b098_cache_beyond_2_to_31_elements(query_len):
 
 
 def test_one_captured_cascade_serves_every_prefix():
-    """Captured for a prefix of 32768 keys while there is none: 64 rows of the issue's shape, some of them padding, then any prefix."""
+    """Captured for a prefix of 32768 keys while there is none: 64 rows, some of them padding, then any prefix."""
     case = make_case([32768, *[300] * 62], [0, *[1] * 62], extra_rows=2, **SHAPE)
     q, k_cache, v_cache, table, lens, starts = case.tensors
     shared_len, own, own_lens, own_starts = lens[:1].clone(), table[1:, :19].contiguous(), lens[1:].clone(), starts[1:].clone()
