@@ -1,6 +1,6 @@
 """Collectives in CUDA graphs: ours with its copy-in, against NCCL and torch's symmetric-memory all-reduces without theirs.
 
-    torchrun --nproc-per-node 4 -m bench.collectives --out bench/results/collectives_4.json
+    torchrun --nproc-per-node 4 -m bench.collectives --out bench/results/collectives_4x_h200.json
 
 Correctness before timing: every size is compared with the sum in rank order first. A graph holds several calls over rotated inputs;
 all ranks replay together after a barrier and a wait on the device, in which the hosts hand the graphs over; a figure is the median over

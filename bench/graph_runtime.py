@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=360.0, help="no part and no batch is begun after so many seconds")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--peers", nargs="*", default=["reduce-overhead", "Inductor in one graph"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="of the parts modes and split")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="of the part modes; the first one of the part split")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--graphs", type=int, default=32)
     parser.add_argument("--seqs", type=int, default=256)

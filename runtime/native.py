@@ -1,4 +1,4 @@
-"""A hundred lines of C that a step runs instead of many calls of Python: compiled once, by Triton's own builder and into its cache.
+"""What a step runs in C instead of in many calls of Python: compiled once, by Triton's own builder and into its cache.
 
 What Triton needs to launch kernels, a C compiler and Python's headers, is all that it takes. Tensors are asked through the functions
 that torch exports for the code that Inductor compiles. ``native`` is None without a compiler, or if a trial shows anything else than

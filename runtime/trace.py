@@ -2,7 +2,7 @@
 
 ``trace(module, args, kwargs, dynamic)`` gives the FX graph with an owner for each of its inputs: a leaf of the caller's
 arguments, a tensor of the module by name, or one of the step's sizes. The graph is meant to be called without Dynamo, which saves
-27 to 130 µs a step and loses its guards; so what they stood for is kept here and checked by ``Signature.bind``: the structure of
+27 to 130 µs a step and loses its guards; so what they stood for is kept here and checked by ``Compiled.bind``: the structure of
 the arguments, dtypes, devices, strides, host values, sizes that belong together, and any branch that the code took on a size.
 """
 

@@ -17,6 +17,8 @@ from tkernels._target import target_of
 from tkernels._triton import HAVE_TRITON, INTERPRETED, triton
 from tkernels.attention import decode_sm90, prefill_sm90
 
+_WITHOUT = {"attention": "a heuristic chooses", "linear": "torch computes"}  # table → what there is without it
+
 
 def info() -> None:
     """Print the device, the versions, the ops and which tables apply."""
@@ -43,7 +45,7 @@ def info() -> None:
         if target.arch in archs:
             print(f"table   {name}: {archs[target.arch]} entries for {target.arch}, in use")
         else:
-            print(f"table   {name}: none for {target.arch}, a heuristic chooses; there are: {others}")
+            print(f"table   {name}: none for {target.arch}: {_WITHOUT[name]}; there are: {others}")
 
 
 def _ops() -> list[str]:

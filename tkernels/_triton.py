@@ -105,7 +105,7 @@ def cast(x, dtype: tl.constexpr):
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation. fp32 operands use no tf32; the interpreter multiplies bf16 only after a cast to fp32,
-    because it gets bf16 arithmetic wrong (tests/test_harness.py has the canary)."""
+    because it gets bf16 arithmetic wrong (tests/tkernels/test_harness.py has the canary)."""
     if _INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:

@@ -226,15 +226,19 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """y = gelu(gate) · up with x = [gate | up]; approximate: "tanh" or "none" as in torch. Shapes as in silu_and_mul."""
+    """y = gelu(gate) · up with x = [gate | up]; approximate: "tanh" or "none" as in torch. Shapes and errors as in silu_and_mul."""
     return _gelu_and_mul_op(x, approximate)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """y = silu(gate) · up from two tensors of one shape and dtype, each by its own strides, last stride 1. Returns it contiguous."""
+    """y = silu(gate) · up from two tensors.
+
+    gate, up: [..., width] fp16, bf16 or fp32, one shape and dtype, each by its own strides, last stride 1.
+    Returns [..., width] like gate, contiguous. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _silu_mul_op(gate, up)
 
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """y = gelu(gate) · up from two tensors as in silu_mul; approximate: "tanh" or "none" as in torch."""
+    """y = gelu(gate) · up from two tensors; approximate: "tanh" or "none" as in torch. Shapes and errors as in silu_mul."""
     return _gelu_mul_op(gate, up, approximate)

@@ -190,36 +190,54 @@ _silu_and_mul_fp8_dynamic_op = define(
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float = 1e-6, weight_offset: float = 0.0) -> torch.Tensor:
-    """``saturate(rms_norm(x) / scale)`` in e4m3; scale: one fp32 element on x's device. The rest as in rms_norm."""
+    """``saturate(rms_norm(x) / scale)`` in e4m3, [..., hidden], contiguous.
+
+    scale: one fp32 element on x's device. The rest as in rms_norm. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _rms_norm_fp8_op(x, weight, scale, eps, weight_offset)
 
 
 def rms_norm_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, block: int = 0, weight_offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, scales) of rms_norm(x): y e4m3, scales [..., groups] fp32, one per row (block 0) or per ``block`` columns."""
+    """(y, scales) of rms_norm(x): y e4m3, scales [..., groups] fp32, one per row (block 0) or per ``block`` columns.
+
+    block: 0, 16, 32, 64, 128 or 256. The rest as in rms_norm. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _rms_norm_fp8_dynamic_op(x, weight, eps, block, weight_offset)
 
 
 def add_rms_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float = 1e-6, weight_offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, new_residual) as add_rms_norm, with y e4m3 by a static scale."""
+    """(y, new_residual) as add_rms_norm, with y e4m3 by a static scale.
+
+    scale: one fp32 element on x's device. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _add_rms_norm_fp8_op(x, residual, weight, scale, eps, weight_offset)
 
 
 def add_rms_norm_fp8_dynamic(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, block: int = 0, weight_offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, scales, new_residual) as add_rms_norm, with y e4m3 and one scale per row (block 0) or per ``block`` columns."""
+    """(y, scales, new_residual) as add_rms_norm, with y e4m3 and scales [..., groups] fp32 as in rms_norm_fp8_dynamic.
+
+    Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _add_rms_norm_fp8_dynamic_op(x, residual, weight, eps, block, weight_offset)
 
 
 def silu_and_mul_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``saturate(silu_and_mul(x) / scale)`` in e4m3; scale: one fp32 element on x's device."""
+    """``saturate(silu_and_mul(x) / scale)`` in e4m3, [..., width], contiguous.
+
+    scale: one fp32 element on x's device. x as in silu_and_mul. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _silu_and_mul_fp8_op(x, scale)
 
 
 def silu_and_mul_fp8_dynamic(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, scales) of silu_and_mul(x): y e4m3, scales [..., groups] fp32, one per row (block 0) or per ``block`` columns."""
+    """(y, scales) of silu_and_mul(x): y e4m3, scales [..., groups] fp32, one per row (block 0) or per ``block`` columns.
+
+    block: 0, 16, 32, 64, 128 or 256. x as in silu_and_mul. Raises ValueError or TypeError naming the argument that is wrong.
+    """
     return _silu_and_mul_fp8_dynamic_op(x, block)

@@ -217,8 +217,8 @@ def linear(
     norm_weight: [in_features]; x is RMS-normalised first, ``eps`` added to its mean square.
     gated: silu(first half of the outputs) · second half; the result has out_features / 2 columns.
     residual: like the result; added last.
-    Returns [..., out_features] like x, contiguous; fp32 accumulation, rounded after the projection, the activation and the sum
-    (with more than 64 rows cuBLAS adds a residual before it rounds the projection).
+    Returns [..., out_features] like x, contiguous; fp32 accumulation, rounded after the projection, the activation and the sum. Where
+    cuBLAS computes the product of a two-dimensional x without bias and gate, it adds the residual before it rounds.
     Raises ValueError or TypeError naming the argument that is wrong.
     """
     return _linear_op(x, weight, bias, norm_weight, residual, gated, eps)

@@ -161,7 +161,8 @@ _op = define(
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> Result:
     """Log-probabilities of one given token a row and of its n likeliest ones; safe in a CUDA graph.
 
-    logits: [rows, vocab] fp16, bf16 or fp32, any row stride, last stride 1. tokens: [rows] int64. n: 0 to 32, baked into a graph.
+    logits: [rows, vocab] fp16, bf16 or fp32, any row stride, last stride 1. tokens: [rows] int64.
+    n: 0 to 32, at most vocab; baked into a graph.
     Returns ([rows] fp32 of ``tokens``, [rows, n] int64 ids, [rows, n] fp32 of these), the likeliest first, the lower id first among
     equals. NaN counts as −∞; −∞, a row of nothing else, and a token outside of the vocabulary have −∞; infinite logits share all.
     Raises ValueError or TypeError naming the argument that is wrong.

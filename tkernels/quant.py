@@ -204,14 +204,14 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_fp8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, scales) with one scale per row: y [..., n] e4m3, scales [..., 1] fp32, ``x ≈ y · scales``. x as in quantize_fp8."""
+    """(y, scales) with one scale per row: y [..., n] e4m3, scales [..., 1] fp32, ``x ≈ y · scales``. x and errors as in quantize_fp8."""
     return _quantize_fp8_dynamic_op(x, 0)
 
 
 def quantize_fp8_per_block(x: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, scales) with one scale per ``block`` columns (the last block may be short): scales [..., ceil(n / block)] fp32.
 
-    block: 16, 32, 64, 128 or 256 columns. x as in quantize_fp8.
+    block: 16, 32, 64, 128 or 256 columns. x and errors as in quantize_fp8.
     """
     if block == 0:
         raise ValueError("block: expected 16, 32, 64, 128 or 256 columns, got 0; quantize_fp8_per_token scales whole rows")

@@ -193,7 +193,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """new_residual = x + residual, rounded to x.dtype; y = rms_norm(new_residual, weight, eps, weight_offset).
 
-    x, residual: [..., hidden], one dtype, last stride 1, each by its own strides. The inputs are not written.
-    Returns (y, new_residual).
+    x, residual: [..., hidden] fp16, bf16 or fp32, one dtype, last stride 1, each by its own strides. The inputs are not written.
+    weight, eps, weight_offset: as in rms_norm. Returns (y, new_residual), both [..., hidden] like x, contiguous.
+    Raises ValueError or TypeError naming the argument that is wrong.
     """
     return _add_rms_norm_op(x, residual, weight, eps, weight_offset)

@@ -3,7 +3,7 @@
 The queries of all sequences attend to the shared pages with no mask, since the prefix lies before every one of them; each sequence
 attends to its own pages; the two are merged by their LSE. Three launches where a step decodes: the own part, the prefix with its keys
 split over the device (prefix.py), the merge of all its states. Tokens that fill half of the device by themselves see the prefix as
-one sequence of ``paged_attention`` instead. The window, if there is one, must not reach into the prefix, so it is refused. Every launch
+one sequence of ``paged_attention`` instead. There is no window: it would cut the prefix. Every launch
 depends on shapes only: capturable in a full graph. Unlike ``paged_attention``'s, the bits of a request depend on how many tokens the
 batch has, since that says how the prefix is split.
 

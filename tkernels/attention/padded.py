@@ -157,7 +157,7 @@ def padded_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a padded batch over contiguous keys and values, by the kernels (and conventions) of ``paged_attention``.
+    """Attention of a padded batch over contiguous keys and values, by the plain Triton kernels (and conventions) of ``paged_attention``.
 
     q: [batch, query_len, heads, dim] fp16, bf16 or fp32, last stride 1; the last query_len tokens of each row.
     k, v: [batch, kv_heads, keys, dim] like q, by strides, both alike in how rows follow each other; heads a multiple of kv_heads.

@@ -261,6 +261,7 @@ def paged_attention_out(
     elements) and, if given, ``lse`` [tokens, heads] fp32.
 
     Every element of both is written. This is the default splitting op: the piece before it allocates ``out``.
+    Raises ValueError or TypeError naming the argument that is wrong.
     """
     k_tensor, k_factor = split_scale("k_scale", k_scale)
     v_tensor, v_factor = split_scale("v_scale", v_scale)

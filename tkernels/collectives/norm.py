@@ -120,6 +120,6 @@ def all_reduce_add_rms_norm(
 
     x, residual: [..., hidden], one dtype, rows at one stride; residual and weight [hidden] are the same on all ranks.
     scale: one fp32 value on the device; with it y is e4m3, saturate(y / scale) of the y rounded to x.dtype.
-    One launch up to ``max_bytes``; longer ones are ``all_reduce`` and ``add_rms_norm``.
+    One launch up to ``max_bytes``; longer ones are ``all_reduce`` and ``add_rms_norm``. group and errors as in ``all_reduce``.
     """
     return _norm_op(x, residual, weight, eps, group_name(group), scale)

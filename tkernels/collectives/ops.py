@@ -217,10 +217,17 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """The x of all ranks, concatenated along ``dim`` in rank order. x: contiguous, any dtype, one shape on all ranks."""
+    """The x of all ranks, concatenated along ``dim`` in rank order.
+
+    x: contiguous, any dtype, one shape on all ranks. group and errors as in ``all_reduce``.
+    """
     return _all_gather_op(x, dim, group_name(group))
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of x, the same bits as that part of ``all_reduce``. x: contiguous, a float dtype."""
+    """This rank's part along ``dim`` of the sum of x, the same bits as that part of ``all_reduce``.
+
+    x: contiguous, fp16, bf16 or fp32, one shape on all ranks; its dimension ``dim`` a multiple of their number. group and errors as in
+    ``all_reduce``.
+    """
     return _reduce_scatter_op(x, dim, group_name(group))

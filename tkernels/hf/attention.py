@@ -1,6 +1,6 @@
 """The attention of transformers models, through its two public interfaces: one makes the mask of a step, one attends in each layer.
 
-A causal mask with padding, whatever the window, is four numbers a batch: where each row's keys begin, and how many there are. So
+A causal mask with padding, whatever the window, is two numbers a row: where its keys begin, and how many there are. So
 ``key_rows`` returns them instead of a [batch, 1, queries, keys] matrix: int32 [1, 1, 2, batch], ``starts`` and ``lengths``, in terms
 of the key tensor that the layer will see. It is four-dimensional because transformers hands 4-D masks through unread.
 

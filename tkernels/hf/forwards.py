@@ -3,8 +3,9 @@
 Three ways to run the same equation, by what sets the pace:
 
 - under torch.compile norms, activations and rotations are written out for Inductor to fuse (see ``tkernels.nn``);
-- in eager steps of few tokens the host sets the pace, and launching one of torch's fused operators costs it a third of launching a
-  Triton kernel: up to ``HOST_BOUND`` elements those run where they exist;
+- in eager steps of few tokens the host sets the pace, and launching one of torch's fused operators cost it a third of launching a
+  Triton kernel, when that was measured (before calls that look alike repeated their launches): up to ``HOST_BOUND`` elements those run
+  where they exist;
 - everything else is our kernels.
 
 Linear layers stream weights in their own kernels only under torch.compile, where a launch costs the host nothing.
