@@ -221,7 +221,7 @@ def paged_attention(
         Cut at ``max_pages · page_size`` in the kernel, since the host cannot see it without a sync.
     cu_seqlens_q: [seqs + 1] int32, where each sequence's query tokens start; rows past the last value come out zero.
     scale: multiplies q · k, positive. max_query_len: upper bound of the query lengths; its bucket (1, 2, 4, 8, more) is baked into a graph.
-        A sequence longer than its bucket is left unwritten (on the CPU reference, one longer than it is: ValueError).
+        A sequence longer than its bucket may be left unwritten (on the CPU reference, one longer than it is: ValueError).
     causal: a query at position p sees keys 0 .. p (queries are the last tokens of a sequence). window: it sees p - window + 1 .. p.
     softcap: logits become softcap · tanh(logits / softcap); 0: none. sinks: [heads] logits that enter the denominator and the LSE.
     k_scale, v_scale: stored value · scale = true value; a positive number (baked into a graph) or a float32 tensor [], [1] or [kv_heads].
