@@ -1,6 +1,6 @@
 # make demo   install, fetch the model, generate with it
 # make test   install, lint, type check, import contracts, CPU tests
-# make test-slow   the tests that need the real model
+# make test-slow   the slow tests, those on the real model among them
 
 PYTHON ?= python3
 VENV := .venv
