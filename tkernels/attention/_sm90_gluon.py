@@ -82,10 +82,16 @@ def wait_room(work, k):
 
 
 @gluon.jit
-def end_work(work, stage):
+def end_work(work, stage, AT_ONCE: gl.constexpr):
     """The last description, of no blocks: the roles end. They read other words before they know that, and the stage may never have held
-    one, so that shared memory would say what an earlier kernel left there: a first block of -2^30, say, and loaders would run on to it."""
-    put_words(work, stage, ())
+    one, so that shared memory would say what an earlier kernel left there: a first block of -2^30, say, and loaders would run on to it.
+    AT_ONCE: written by ``put_words``, else by ``put_word``."""
+    WORDS: gl.constexpr = work.words.shape[1]
+    if AT_ONCE:
+        put_words(work, stage, ())
+    else:
+        for field in gl.static_range(WORDS):
+            put_word(work, stage, field, 0)
     mbarrier.arrive(work.full.index(stage), count=1)
 
 

@@ -116,4 +116,4 @@ def scheduler(
                 tma.async_copy_global_to_shared(q_desc, [first_row, head * GROUP, 0], q_full.index(q_stage), to)
                 k += 1
             x = base + share
-    end_work(segments, wait_room(segments, k))
+    end_work(segments, wait_room(segments, k), True)

@@ -107,4 +107,4 @@ def scheduler(
             k += 1
             item = _next_item(counter_ptr, items)
         else:
-            end_work(tiles, stage)
+            end_work(tiles, stage, False)
