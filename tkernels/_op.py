@@ -53,7 +53,7 @@ def define(
 
     _LIBRARY.impl(name, repeating(_on_its_device(kernel)), "CUDA")
     _LIBRARY.impl(name, _switched(repeating(kernel), reference) if INTERPRETED else reference, "CPU")
-    torch.library.register_fake(f"tkernels::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"tkernels::{name}", _without_values(name, fake), lib=_LIBRARY)
     overload = getattr(torch.ops.tkernels, name).default
     if overload._schema.is_mutable:
         _LIBRARY.impl(name, _refuse_gradients(name, overload), "Autograd")
@@ -73,6 +73,22 @@ def reference_ops() -> Iterator[None]:
         yield
     finally:
         _reference_wanted = before
+
+
+def _without_values(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``, but not for one meta tensor among real ones: such a call comes here too, and would return memory that nobody wrote."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if len({x.is_meta for x in tensors}) > 1:
+            parameters = getattr(torch.ops.tkernels, name).default._schema.arguments
+            named = {**{p.name: x for p, x in zip(parameters, args, strict=False)}, **kwargs}
+            empty = next(key for key, x in named.items() if isinstance(x, torch.Tensor) and x.is_meta)
+            real = next(x.device for x in tensors if not x.is_meta)
+            raise ValueError(f"{empty}: expected a tensor on {real} like the others, got one on meta, which has no values; load them first")
+        return fake(*args, **kwargs)
+
+    return run
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -149,6 +149,18 @@ def test_b161_empty_inputs_cold_and_warm(name: str, device: torch.device) -> Non
         assert x.numel() == 0
 
 
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_tensor_without_values_among_others_is_refused(name: str, device: torch.device) -> None:
+    """torch gives such a call to the function of meta tensors, whose result on a real device is memory that nobody wrote."""
+    args, kwargs = SAMPLES[name](device)[0]
+    named = _named(name, args, kwargs)
+    places = [key for key, x in named.items() if isinstance(x, torch.Tensor)]
+    for key in places if len(places) > 1 else []:
+        given = {k: x.to("meta") if k == key else x for k, x in named.items()}
+        with pytest.raises(ValueError, match=rf"^{key if len(places) > 2 else '.*'}: expected a tensor on {device.type}.* got one on meta"):
+            _op(name)(**given)
+
+
 @pytest.mark.parametrize("call", [
     lambda x: tkernels.rms_norm(x, x.new_ones(8)),
     lambda x: tkernels.add_rms_norm(x.contiguous(), x, x.new_ones(8)),
