@@ -46,7 +46,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: 
 
 
 def _autocast(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch has no autocast for meta, and raises
 
 
 def _last_dimensions(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -56,7 +56,21 @@ def _last_dimensions(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
-class RMSNorm(nn.RMSNorm):
+class _WithOnes(nn.Module):
+    """A norm that may have a weight of ones in place of its own. It is not in the ``state_dict``, so nothing else would write its values
+    after ``to_empty``."""
+
+    _ones: torch.Tensor | None
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        before = self._ones
+        super()._apply(fn, recurse)
+        if self._ones is not None and self._ones is not before:
+            self._ones = torch.ones_like(self._ones)
+        return self
+
+
+class RMSNorm(_WithOnes, nn.RMSNorm):
     """``torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None)``.
 
     eps None is fp32's machine epsilon, as in torch for fp32, bf16 and fp16 (which torch normalises in fp32 too).
@@ -82,7 +96,7 @@ class RMSNorm(nn.RMSNorm):
         return normalise(flat, weight, _FP32_EPS if self.eps is None else self.eps).view(x.shape)
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(_WithOnes, nn.LayerNorm):
     """``torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None)``."""
 
     def __init__(
@@ -214,21 +228,28 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if dim <= 0 or dim % 2:
             raise ValueError(f"dim: expected an even number of rotated elements, got {dim}")
-        if inv_freq is None:
-            inv_freq = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-        if tuple(inv_freq.shape) != (dim // 2,):
+        if inv_freq is not None and tuple(inv_freq.shape) != (dim // 2,):
             raise ValueError(f"inv_freq: expected [{dim // 2}] (half of dim), got {list(inv_freq.shape)}")
         self.interleaved = interleaved
-        angles = torch.outer(torch.arange(max_position_embeddings, dtype=torch.float64, device=inv_freq.device), inv_freq.double())
-        table = torch.cat([angles.cos(), angles.sin()], -1) * attention_scaling
-        self.register_buffer("cos_sin", table.float(), persistent=False)
+        self._dim, self._base, self._inv_freq, self._attention_scaling = dim, base, inv_freq, attention_scaling
+        self.register_buffer("cos_sin", self._table(max_position_embeddings, device), persistent=False)
+
+    def _table(self, positions: int, device: torch.device | str | None) -> torch.Tensor:
+        inv_freq = self._inv_freq
+        if inv_freq is None:
+            inv_freq = self._base ** (-torch.arange(0, self._dim, 2, dtype=torch.float64, device=device) / self._dim)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float64, device=inv_freq.device), inv_freq.double())
+        return (torch.cat([angles.cos(), angles.sin()], -1) * self._attention_scaling).float()
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """``.to(bfloat16)`` moves the table but leaves it in fp32: bf16 holds positions only up to 256."""
+        """``.to(bfloat16)`` moves the table but leaves it in fp32: bf16 holds positions only up to 256. After ``to_empty`` it is there
+        again, which no ``state_dict`` would bring back; NaN if it was made of frequencies on the meta device."""
         table = self.cos_sin
         super()._apply(fn, recurse)
-        if self.cos_sin.dtype != torch.float32:
-            self.cos_sin = table.to(self.cos_sin.device)
+        device = self.cos_sin.device
+        if self.cos_sin is not table and device.type != "meta":
+            table = self._table(len(table), device) if table.is_meta else table
+            self.cos_sin = torch.full_like(self.cos_sin, torch.nan, dtype=torch.float32) if table.is_meta else table.to(device)
         return self
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,6 +307,11 @@ class PagedAttention(nn.Module):
     ) -> torch.Tensor:
         """q [tokens, num_heads, head_dim] or [tokens, num_heads · head_dim] → the same shape and dtype, bf16 for e4m3 queries. The rest
         as in ``paged_attention``."""
+        width = self.num_heads * self.head_dim  # another one could still be cut into heads, of other tokens
+        if q.shape[-1] != width and q.shape[-2:] != (self.num_heads, self.head_dim):
+            raise ValueError(f"q: expected [tokens, {self.num_heads}, {self.head_dim}] or [tokens, {width}], got {list(q.shape)}")
+        if k_cache.dim() == 4 and k_cache.shape[2] != self.num_kv_heads:
+            raise ValueError(f"k_cache: expected num_kv_heads = {self.num_kv_heads} in dimension 2, got {list(k_cache.shape)}")
         heads = q.view(-1, self.num_heads, self.head_dim)
         # by the caller of the splitting op: see docs/static-addresses.md
         out = torch.empty(heads.shape, dtype=output_dtype(q.dtype), device=q.device)

@@ -190,6 +190,45 @@ def test_paged_attention_module_gives_bf16_for_fp8_queries(device: torch.device)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected.flatten(1))
 
 
+def test_paged_attention_module_refuses_other_heads(device: torch.device) -> None:
+    """A wider q could be cut into heads of more tokens, and a cache of more KV heads into other groups: both gave other numbers."""
+    module, caches = tk.PagedAttention(4, 16, 2, device=device), torch.randn(2, 4, 4, 2, 16, device=device)
+    step = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[1]], [3], [0, 1])]
+    for shape in ((1, 128), (1, 2, 16), (1, 4, 32)):
+        with pytest.raises(ValueError, match=r"q: expected \[tokens, 4, 16\] or \[tokens, 64\], got"):
+            module(torch.randn(shape, device=device), caches[0], caches[1], *step, 1)
+    with pytest.raises(ValueError, match="k_cache: expected num_kv_heads = 2 in dimension 2"):
+        module(torch.randn(1, 64, device=device), *torch.randn(2, 4, 4, 4, 16, device=device), *step, 1)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_shapes_are_found_on_the_meta_device(name: str) -> None:
+    """As by torch's own modules: no values, no autocast there."""
+    mine, theirs = PAIRS[name](device="meta")
+    x = torch.empty((2, 5, *getattr(theirs, "normalized_shape", (24,))), device="meta")
+    y = mine(x)
+    assert y.device.type == "meta" and y.shape == theirs(x).shape
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if "without weight" in name])
+def test_made_on_meta_and_loaded_norms_have_their_weight_of_ones(name: str, device: torch.device) -> None:
+    module, reference = PAIRS[name](device="meta")
+    with torch.no_grad():
+        filled = module.to_empty(device=device)
+        filled._apply(lambda x: torch.full_like(x, 7.0))  # memory as it may be found
+    x = torch.randn(3, 24, device=device)
+    torch.testing.assert_close(filled(x), reference.to_empty(device=device)(x))
+
+
+def test_a_rotation_made_on_meta_has_its_table(device: torch.device) -> None:
+    want = tk.RotaryEmbedding(8, 64, base=100.0, attention_scaling=0.5, device=device).cos_sin
+    module = tk.RotaryEmbedding(8, 64, base=100.0, attention_scaling=0.5, device="meta").to_empty(device=device)
+    assert torch.equal(module.cos_sin, want)
+    assert torch.equal(module.to_empty(device=device).cos_sin, want), "one that was on a device already"
+    unknown = tk.RotaryEmbedding(8, 64, inv_freq=torch.ones(4, device="meta")).to_empty(device=device)
+    assert unknown.cos_sin.isnan().all(), "its frequencies had no values"
+
+
 class _Block(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
