@@ -22,7 +22,7 @@ from tkernels._target import target_of
 from tkernels.attention._inputs import Inputs, check_capacity, check_inputs
 from tkernels.attention._tiles import prefill_tiles
 from tkernels.attention.merge import merge
-from tkernels.attention.paged import launch, split_scale
+from tkernels.attention.paged import launch, scale_of_logits, split_scale
 from tkernels.attention.prefix import prefix, splits_of
 from tkernels.attention.ref import Scale, merge_attention_ref, output_dtype, paged_attention_ref
 
@@ -158,7 +158,7 @@ def cascade_attention(
     if shared_block_table.dim() == 1:
         shared_block_table = shared_block_table[None]
     out, lse = _cascade_attention_op(
-        q, k_cache, v_cache, shared_block_table, shared_len, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, softcap,
-        sinks, k_tensor, v_tensor, v_factor,
+        q, k_cache, v_cache, shared_block_table, shared_len, block_table, seq_lens, cu_seqlens_q, scale_of_logits(scale, k_factor),
+        max_query_len, softcap, sinks, k_tensor, v_tensor, v_factor,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -7,6 +7,8 @@ where they take the call: up to 8, or as many as fit its columns, decode_one_sm9
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from tkernels import _checks
@@ -103,6 +105,8 @@ def _check_output(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: tor
     _checks.check_shape(name, x, shape, "like q")
     _checks.check_dtype(name, x, dtype, "for this q")
     _checks.check_device(name, x, q, "q")
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name}: expected memory of its own for every element, got strides {list(x.stride())}; do not expand it")
     if x.shape[1] * x.stride(1) >= 1 << 31:  # kernels count from a token's first head in int32
         raise ValueError(f"{name}: expected the heads of a token to span fewer than 2**31 elements, got strides {list(x.stride())}")
 
@@ -176,11 +180,17 @@ def split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
         return None, 1.0
     if isinstance(scale, torch.Tensor):
         return scale, 1.0
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+    if isinstance(scale, (int, float, numbers.Real)) and not isinstance(scale, bool):  # numpy's numbers are Real
         if not 0 < scale < float("inf"):
             raise ValueError(f"{name}: expected a positive number, got {scale}")
         return None, float(scale)
     raise TypeError(f"{name}: expected a number, a float32 tensor [], [1] or [kv_heads], or None, got {type(scale).__name__}")
+
+
+def scale_of_logits(scale: float, k_factor: float) -> float:
+    if scale is None or isinstance(scale, str):
+        raise TypeError(f"scale: expected a positive number, head_dim ** -0.5 for example, got {scale!r}")
+    return scale * k_factor
 
 
 def _host_window(window: int | None) -> int:
@@ -232,8 +242,8 @@ def paged_attention(
     k_tensor, k_factor = split_scale("k_scale", k_scale)
     v_tensor, v_factor = split_scale("v_scale", v_scale)
     out, lse = _paged_attention_op(
-        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
-        sinks, k_tensor, v_tensor, v_factor,
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale_of_logits(scale, k_factor), max_query_len, causal,
+        _host_window(window), softcap, sinks, k_tensor, v_tensor, v_factor,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -266,6 +276,6 @@ def paged_attention_out(
     k_tensor, k_factor = split_scale("k_scale", k_scale)
     v_tensor, v_factor = split_scale("v_scale", v_scale)
     _paged_attention_out_op(
-        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale * k_factor, max_query_len, causal, _host_window(window), softcap,
-        sinks, k_tensor, v_tensor, v_factor, out, lse,
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale_of_logits(scale, k_factor), max_query_len, causal,
+        _host_window(window), softcap, sinks, k_tensor, v_tensor, v_factor, out, lse,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +84,7 @@ def test_b095_heads_must_divide(heads, kv_heads, device):
         ({"block_table": lambda t: t[:, :1].expand(-1, 2**28 + 1)}, ValueError, "block_table: expected rows of at most 1073741824 keys"),
         ({"cu_seqlens_q": lambda t: t[:-1]}, ValueError, r"cu_seqlens_q: expected \[4\]"),
         ({"scale": lambda _: -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
+        ({"scale": lambda _: None}, TypeError, "scale: expected a positive number, .* got None"),
         ({"window": lambda _: 0}, ValueError, "window: expected None or a number of keys of at least 1, got 0"),
         ({"softcap": lambda _: -2.0}, ValueError, "softcap: expected 0"),
         ({"sinks": lambda _: torch.zeros(3)}, ValueError, r"sinks: expected \[2\]"),
@@ -119,9 +121,19 @@ def test_out_must_fit(device):
         (torch.empty(3, 2, 16), None, ValueError, "out: expected"),
         (torch.empty_like(case.q).half(), None, TypeError, "out: expected float32"),
         (torch.empty_like(case.q), torch.empty(4, 3), ValueError, "lse: expected"),
+        (case.q[:1].expand_as(case.q), None, ValueError, r"out: expected memory of its own for every element, got strides \[0, 16, 1\]"),
+        (torch.empty_like(case.q), case.q[:, :1, 0].expand(4, 2), ValueError, "lse: expected memory of its own"),
     ):
         with pytest.raises(error, match=message):
             tkernels.paged_attention_out(*case.tensors, **case.keywords, out=out.to(device), lse=lse)
+
+
+def test_numbers_of_numpy_are_numbers(device):
+    case = _small(device)
+    scales = {"k_scale": 0.5, "v_scale": 2.0}
+    want = tkernels.paged_attention(*case.tensors, **case.keywords, **scales)
+    got = tkernels.paged_attention(*case.tensors, **case.keywords, **{name: np.float32(x) for name, x in scales.items()})
+    assert torch.equal(got, want)
 
 
 def test_out_of_fp8_queries_is_bf16(device):
