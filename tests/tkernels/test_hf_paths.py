@@ -14,7 +14,7 @@ from runtime import graphed
 from runtime.weights import find_packaged_gguf, prepare
 from tkernels._op import reference_ops
 from tkernels.hf import patch
-from tkernels.hf.attention import key_rows
+from tkernels.hf.attention import attention, key_rows
 
 
 @torch.no_grad()
@@ -144,3 +144,15 @@ def test_a_patched_model_in_captured_graphs(device: torch.device, mode: str) -> 
         for length, expected in before.items():
             torch.testing.assert_close(fast(ids[:, :length]), expected, rtol=2e-5, atol=5e-5)
         assert fast.explain(ids[:, :7]).mode == mode
+
+
+def test_a_window_holds_beside_a_position_bias(device: torch.device) -> None:
+    """Such a call runs as transformers does it, with the rows written out as a mask: they say nothing of the window."""
+    q, k, v = (torch.randn(2, 2, n, 16, device=device) for n in (5, 7, 7))
+    rows = key_rows(2, 5, 7, q_offset=2, device=device)
+    module = torch.nn.Module()
+    bias = torch.zeros(1, 1, 5, 7, device=device)
+    for settings in ({}, {"softcap": 5.0}):
+        want, _ = attention(module, q, k, v, rows, sliding_window=3, **settings)
+        got, _ = attention(module, q, k, v, rows, sliding_window=3, position_bias=bias, **settings)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

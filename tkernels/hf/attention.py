@@ -184,7 +184,9 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     dense = attention_mask is not None and attention_mask.dtype != torch.int32
     if dense or position_bias is not None or value.shape[-1] != key.shape[-1]:
-        return _dense(module, query, key, value, attention_mask, scale, softcap, is_causal, s_aux, position_bias, kwargs), None
+        return _dense(
+            module, query, key, value, attention_mask, scale, sliding_window, softcap, is_causal, s_aux, position_bias, kwargs
+        ), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window if causal else None
     if (
@@ -212,7 +214,8 @@ def attention(
 
 def _dense(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float,
-    softcap: float | None, is_causal: bool | None, sinks: torch.Tensor | None, position_bias: torch.Tensor | None, kwargs: dict[str, Any],
+    window: int | None, softcap: float | None, is_causal: bool | None, sinks: torch.Tensor | None, position_bias: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     """Attention with a mask matrix: [batch, queries, heads, dim]."""
     if not torch.compiler.is_compiling():
@@ -220,7 +223,7 @@ def _dense(
         if report is not None:
             report.dense_attention_calls += 1
     if mask is not None and mask.dtype == torch.int32:  # (starts, lengths) beside a position bias: written out
-        mask = _matrix(mask, query.shape[2], key.shape[2])
+        mask = _matrix(mask, query.shape[2], key.shape[2], window)
     if softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, mask, scaling=scale, is_causal=is_causal, position_bias=position_bias, **kwargs
@@ -239,11 +242,12 @@ def _dense(
     return (weights @ value.float().repeat_interleave(group, 1)).to(query.dtype).transpose(1, 2).contiguous()
 
 
-def _matrix(rows: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+def _matrix(rows: torch.Tensor, queries: int, keys: int, window: int | None) -> torch.Tensor:
     starts, ends = rows[0, 0, 0][:, None, None], (rows[0, 0, 0] + rows[0, 0, 1])[:, None, None]
     column = torch.arange(keys, device=rows.device)
     position = ends - queries + torch.arange(queries, device=rows.device)[:, None]
-    return ((column >= starts) & (column <= position))[:, None]
+    seen = (column >= starts) & (column <= position)
+    return (seen if window is None else seen & (column > position - window))[:, None]
 
 
 AttentionInterface.register(ATTENTION, attention)
