@@ -47,7 +47,7 @@ class Line(NamedTuple):
 def read_prompts(source: str) -> list[Line]:
     """The prompts of a file, or of stdin for "-". Raises ConfigError naming the line."""
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = sys.stdin.read().removeprefix("\ufeff") if source == "-" else Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"--input {source}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -63,7 +63,7 @@ def read_prompts(source: str) -> list[Line]:
         where = f"--input {source}: line {number}"
         try:
             given = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
         if not isinstance(given, dict) or "prompt" not in given:
             got = f"the keys {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
@@ -72,6 +72,8 @@ def read_prompts(source: str) -> list[Line]:
             if near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.7):
                 raise ConfigError(f"{where}: {key}: unknown key; did you mean {near[0]}?")
         line = Line(number, given.get("id", number), given["prompt"], given.get("params", {}))
+        if not isinstance(line.prompt, (str, list)):
+            raise ConfigError(f"{where}: prompt: expected a text or a list of token ids, got {line.prompt!r}")
         if isinstance(line.id, bool) or not isinstance(line.id, (str, int)):
             raise ConfigError(f"{where}: id: expected a text or an integer, got {line.id!r}")
         if not isinstance(line.params, dict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -75,12 +76,15 @@ def _run(argv: list[str], errors: Console) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
         near = difflib.get_close_matches(argv[0], _COMMANDS, n=1, cutoff=0.6)
         raise UsageError(f"{argv[0]}: unknown command; " + (f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}"))
+    behind: list[str] = []  # "--": prompts, whatever they begin with; argparse takes those alone that no prompt stands before
+    if argv[:1] == ["generate"] and "--" in argv:
+        argv, behind = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None and not unknown:
         parser.print_help(sys.stderr)
         return 2
     if arguments.command == "generate" and not any(word.startswith("-") for word in unknown):
-        arguments.prompts += unknown  # argparse takes positional arguments in one run only: these stood behind an option
+        arguments.prompts += unknown + behind  # argparse takes positional arguments in one run only: these stood behind an option
     elif unknown:
         raise UsageError(_unknown(unknown[0], parser, arguments.command))
     config = RuntimeConfig.load(arguments.config) if arguments.config else RuntimeConfig()
@@ -175,6 +179,8 @@ def _bar(errors: Console) -> Iterator[Callable[[int, int, str], None]]:
 
 def _plan(arguments: argparse.Namespace, config: RuntimeConfig, out: Console, errors: Console) -> int:
     simulate_command.check_outputs(arguments, "json")
+    if not (math.isfinite(arguments.budget_s) and arguments.budget_s >= 0):
+        raise UsageError(f"--budget-s: expected a number of seconds, 0 or more, got {arguments.budget_s}")
     engine = _engine(config, out, errors)
     out.print(engine.plan)
     if arguments.json:

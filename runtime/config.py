@@ -14,7 +14,17 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 
 class ConfigError(ValueError):
@@ -46,6 +56,17 @@ Sizes = Literal["auto"] | list[PositiveInt]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """True is a 1 to Python and to pydantic, and a slip of the pen here."""
+        name = info.field_name or ""
+        if "bool" not in str(cls.model_fields[name].annotation) and any(
+            isinstance(each, bool) for each in (value if isinstance(value, list) else [value])
+        ):
+            raise ValueError(f"expected a number, got {value!r}")
+        return value
 
 
 class GraphConfig(_Section):
@@ -178,7 +199,7 @@ class RuntimeConfig(_Section):
             path = Path(source)
             where = f"{path}: "
             try:
-                source = tomllib.loads(path.read_text(encoding="utf-8"))
+                source = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows' editors write it
             except OSError as error:
                 raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
             except ValueError as error:  # of the syntax, of a number with thousands of digits, of bytes that are not UTF-8

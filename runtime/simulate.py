@@ -25,6 +25,7 @@ __all__ = ["Arrival", "draw", "make_scheduler", "read_trace", "simulate"]
 
 _STOP, _GO_ON = 0, 1  # tokens that answers are made of
 _STOPS = frozenset({_STOP})
+_MOST_TOKENS = 1 << 24  # of a prompt or an answer in a trace; the simulator makes them all
 
 
 class Arrival(NamedTuple):
@@ -66,11 +67,18 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 
 def _arrival(row: dict[str, str]) -> Arrival:
-    prompt, generated = (max(int(row[name]), 1) for name in ("ContextTokens", "GeneratedTokens"))
+    prompt, generated = (max(_tokens(row, name), 1) for name in ("ContextTokens", "GeneratedTokens"))
     shared = int(row.get("SharedTokens") or 0)
     if shared < 0:
         raise ValueError(f"SharedTokens: expected at least 0, got {shared}")
     return Arrival(_second(row["TIMESTAMP"]), prompt, generated, row.get("Group") or "", shared)
+
+
+def _tokens(row: dict[str, str], name: str) -> int:
+    count = int(row[name])
+    if not 0 <= count <= _MOST_TOKENS:
+        raise ValueError(f"{name}: expected 0 to {_MOST_TOKENS}, got {count}")
+    return count
 
 
 def _second(text: str) -> float:

@@ -176,6 +176,7 @@ def test_folds_leave_nothing_out(entries: list[str], longest: int) -> None:
         (["plan", "--graph.max_tokens", "9" * 5000], "graph.max_tokens: "),
         (["--confg"], "--confg: unknown option"),
         (["plan", "configs/demo.toml"], "configs/demo.toml: plan takes no such argument; a configuration is given with --config FILE"),
+        (["plan", "--model.path", "random:tiny", "--json", "x", "--budget-s", "nan"], "--budget-s: expected a number of seconds"),
         (["generate", "--model.path", "random:tiny", "text"], "the prompts are text, and random:tiny has no tokenizer"),
         (["generate", "--model.path", "/no/model", "x"], "model.path: /no/model: no such file or folder"),
         (
@@ -191,6 +192,43 @@ def test_usage_and_configuration_errors_exit_with_2(arguments: list[str], messag
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.startswith("error: ") and "Traceback" not in err
+
+
+def test_behind_two_dashes_all_are_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--config", str(config), "--graph.mode", "eager"]
+    code, out, err = run(capsys, *arguments, "first", "--max-tokens", "2", "second", "--", "--third", "-4")
+    assert code == 0, err
+    assert out.index("first") < out.index("second") < out.index("--third") < out.index("-4") and "4 answers" in out
+
+
+def test_files_may_begin_with_a_byte_order_mark(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marked, prompts, lines = tmp_path / "marked.toml", tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    marked.write_text(config.read_text(), encoding="utf-8-sig")
+    prompts.write_text("ab\n", encoding="utf-8-sig")
+    lines.write_text('{"prompt": "ab"}\n', encoding="utf-8-sig")
+    arguments = ["generate", "--config", str(marked), "--graph.mode", "eager", "--max-tokens", "3", "--quiet"]
+    plain = run(capsys, *arguments, "ab")
+    assert plain[0] == 0, plain[2]
+    for file in (prompts, lines):
+        assert run(capsys, *arguments, "--input", str(file))[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": 3}', "line 2: prompt: expected a text or a list of token ids, got 3"),
+        ('{"prompt": null}', "line 2: prompt: expected a text or a list of token ids, got None"),
+        ("[" * 100_000, "line 2: not JSON: maximum recursion depth exceeded"),
+    ],
+    ids=["number", "null", "deep"],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "ab"}}\n{line}\n')
+    code, out, err = run(capsys, "generate", "--config", str(config), "--input", str(file))
+    assert (code, out) == (2, "") and f"--input {file}: {message}" in err
 
 
 def test_files_that_are_not_utf8_are_named(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

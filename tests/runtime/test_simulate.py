@@ -163,6 +163,8 @@ def test_the_trace_is_read() -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,1\n1,many,3\n", "line 3: invalid literal"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,3\n", "line 2: TIMESTAMP: expected a time, got 'nan'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n0,-1,1\n", "line 2: ContextTokens: expected 0 to 16777216, got -1"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,99999999999\n", "line 2: GeneratedTokens: expected 0 to 16777216, got 99999999999"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens,SharedTokens\n0,1,1,-4\n", "line 2: SharedTokens: expected at least 0, got -4"),
     ],
 )
