@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class Binding:
     """How a callable's arguments are read. dynamic: argument -> dimension or {dimension: size name}."""
 
     def __init__(self, forward: Callable[..., Any], dynamic: Dynamic) -> None:
+        if not isinstance(dynamic, Mapping):
+            raise TypeError(f'dynamic: expected arguments and their token dimensions, {{"input_ids": 0}} for example, got {dynamic!r}')
         self._signature = inspect.signature(forward)
         parameters = list(self._signature.parameters.values())
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
@@ -177,11 +179,12 @@ class Binding:
                 kwargs |= values.get(parameter.name, {})
         return tuple(args), kwargs
 
-    def check_names(self, tensors: Mapping[str, torch.Tensor], pad: Mapping[str, Any]) -> None:
-        """Names in ``dynamic`` and ``pad`` must be tensors of the call, or arguments that may be left out."""
-        for what, names in (("dynamic", self.dims), ("pad", pad)):
+    def check_names(self, tensors: Mapping[str, torch.Tensor], pad: Mapping[str, Any], static: Collection[str] = ()) -> None:
+        """Names in ``dynamic``, ``pad`` and ``static`` must be tensors of the call, or arguments that may be left out."""
+        for what, names in (("dynamic", self.dims), ("pad", pad), ("static", static)):
             for name in names:
-                if name not in tensors and name not in self._defaults:
+                top = name.split(".")[0] if what == "static" else name  # caches that are left out have no parts
+                if name not in tensors and top not in self._defaults:
                     near = difflib.get_close_matches(name, tensors, n=1, cutoff=0.5)
                     raise ValueError(
                         f"{what}: no tensor argument {name!r}; {f'did you mean {near[0]!r}?' if near else f'known here: {sorted(tensors)}'}"

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -45,6 +46,11 @@ class CapturedModule(StandIn):
         within: Within = AS_IS,
     ) -> None:
         super().__init__(module)
+        if isinstance(static, str):
+            raise TypeError(f"static: expected names of arguments, got the text {static!r}; write [{static!r}]")
+        for name, value in pad.items():
+            if value != "last" and not isinstance(value, Real):
+                raise ValueError(f'pad: {name}: expected a number or "last", got {value!r}')
         self.config = config
         self.borrow, self._within = borrow, within
         self._binding = Binding(module.forward, dynamic)
@@ -71,6 +77,10 @@ class CapturedModule(StandIn):
         made = type(self)(copy.deepcopy(self.module, memo), self.config.model_copy(deep=True), **self._settings)
         memo[id(self)] = made
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and ``torch.save``: as a deep copy, without graphs."""
+        return partial(type(self), **self._settings), (self.module, self.config)
 
     # -- set-up ---------------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Steps:
 
     def add_key(self, example: Call, representative: Representative, proving: Representative, max_tokens: int) -> KeySteps:
         """Prepare a key: its arena, its compiled callable, the dimensions of its outputs."""
-        self.binding.check_names(example.tensors, self.pad)
+        self.binding.check_names(example.tensors, self.pad, self.static)
         static = {n: t for n, t in example.tensors.items() if n in self.static}
         specs = {}
         for name, tensor in example.tensors.items():

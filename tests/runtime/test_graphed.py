@@ -38,6 +38,17 @@ def test_first_call_without_warmup_warms_up_on_its_arguments(device: torch.devic
     assert fast.plan is not None and sum(fast.stats()["steps"]["full"].values()) == 1
 
 
+def test_saved_and_loaded_it_warms_up_anew(device: torch.device, tmp_path: Path) -> None:
+    """Like a deep copy: module and settings go along, graphs do not."""
+    fast = make(toys.Layers().to(device), pad={"factor": 1}, mode="full")
+    ids, factor = toys.step(3, device)
+    expected = fast(ids, factor)
+    torch.save(fast, tmp_path / "module.pt")
+    again = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert again.plan is None and same_bits(again(ids, factor), expected)
+    assert again.plan.rows and again.config == fast.config
+
+
 def test_state_dict_and_parameters_are_the_modules_own(device: torch.device) -> None:
     module = toys.Layers().to(device)
     fast = make(module)
@@ -218,6 +229,14 @@ def test_names_that_no_argument_has_are_refused(device: torch.device) -> None:
         make(toys.Layers().to(device), pad={"facter": 1}).warmup(ids, factor)
     with pytest.raises(ValueError, match="did you mean 'ids'"):
         make(toys.Layers().to(device), {"idz": 0}).warmup(ids, factor)
+    with pytest.raises(ValueError, match="static: no tensor argument 'facter'; did you mean 'factor'"):
+        make(toys.Layers().to(device), static=["facter"]).warmup(ids, factor)
+    with pytest.raises(TypeError, match=r"static: expected names of arguments, got the text 'factor'; write \['factor'\]"):
+        make(toys.Layers().to(device), static="factor")
+    with pytest.raises(TypeError, match=r"dynamic: expected arguments and their token dimensions, .* got 'ids'"):
+        make(toys.Layers().to(device), "ids")
+    with pytest.raises(ValueError, match="pad: factor: expected a number or \"last\", got 'first'"):
+        make(toys.Layers().to(device), pad={"factor": "first"})
     with pytest.raises(ValueError, match="bounds: no dimension in dynamic is named 'seq'; there are tokens"):
         graphed(toys.Layers().to(device), {}, dynamic={"ids": 0, "factor": 0}, bounds={"seq": 3})
     with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got function"):
