@@ -5,11 +5,12 @@
         print(completion.text)
 
 ``generate`` and ``stream`` stand on ``submit``, ``step`` and ``abort``, which a server would call. One engine belongs to one
-thread; several streams of that thread may run interleaved.
+thread at a time, and a call of another one meanwhile is refused; several streams of a thread may run interleaved.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ class Engine:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         started = time.perf_counter()
+        self._lock = threading.RLock()  # of the thread whose call is under way
         self.config = RuntimeConfig.load({} if config is None else config)
         costs = self.config.graph.cost_table
         if costs and (obstacle := CostTable.obstacle(costs)):  # now, not after the warm-up
@@ -186,11 +188,12 @@ class Engine:
         return answers
 
     def _drop(self, answers: Sequence[Answer | Completion]) -> None:
-        for answer in answers:
-            if isinstance(answer, Answer):
-                self.abort(answer)
-        while self._flying and not self._answers:  # of requests that ended one step ago: nobody else would take these steps in
-            self._land()
+        with self._lock:
+            for answer in answers:
+                if isinstance(answer, Answer):
+                    self.abort(answer)
+            while self._flying and not self._answers:  # of requests that ended one step ago: nobody else would take these steps in
+                self._land()
 
     # -- one request, one step ------------------------------------------------------------------------------------------------
 
@@ -229,6 +232,8 @@ class Engine:
         whole: bool = False,
     ) -> list[Answer]:
         """Queue the ``n`` answers that ``params`` asks for; all but the first share its pages of the prompt. As ``submit`` otherwise."""
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: expected bytes, got {salt!r}")
         tokens = tuple(token_ids(prompt, self.tokenizer, self.model.spec.vocab, chat=chat))
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
@@ -241,22 +246,35 @@ class Engine:
                 raise RequestError(f"{name}: expected token ids from 0 to {vocab - 1}, got {max(ids)}")
         self.runner.sampler.prepare(params, mask is not None)  # now: what fails in a step fails for all that run
         answers: list[Answer] = []
-        for sample in range(params.n):
-            first = answers[0].request if answers else None
-            request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
-            self.scheduler.add(request)
-            self._submitted += 1
-            self._masked |= mask is not None
-            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-            answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
-            answers.append(answer)
-            if self.metrics is not None:
-                self.metrics.arrived(request.number)
+        self._take_turn()
+        try:
+            for sample in range(params.n):
+                first = answers[0].request if answers else None
+                request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
+                self.scheduler.add(request)
+                self._submitted += 1
+                self._masked |= mask is not None
+                stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+                answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
+                answers.append(answer)
+                if self.metrics is not None:
+                    self.metrics.arrived(request.number)
+        finally:
+            self._lock.release()
         return answers
+
+    def _take_turn(self) -> None:
+        """Two threads at once would compose steps of what is half changed: wrong tokens, where nothing fails."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is in a call of this engine: let one thread call it, or take turns under a lock of yours")
 
     def abort(self, answer: Answer) -> None:
         """End a request. Its pages come back as soon as no step in flight uses them."""
-        if not answer.finished:
+        with self._lock:  # waits: who ends requests may be the collector of garbage, in any thread
+            if answer.finished:
+                return
+            if self._answers.get(answer.request.number) is not answer:
+                raise ValueError("answer: it was not submitted to this engine")
             self.scheduler.finish(answer.request, "abort")
             self._end(answer)
 
@@ -269,11 +287,15 @@ class Engine:
 
         A step that fails ends the requests in flight with the reason "error" and raises; the engine can be used on.
         """
-        while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
-            with self._failing(step):
-                self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
-        if self._flying:
-            self._land()
+        self._take_turn()
+        try:
+            while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
+                with self._failing(step):
+                    self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
+            if self._flying:
+                self._land()
+        finally:
+            self._lock.release()
 
     def _land(self) -> None:
         """Take in the oldest step in flight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runtime.request import RequestError, SamplingParams
@@ -15,7 +15,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 def prompts_with_params(prompts: Prompt | Iterable[Prompt], params: Params) -> list[tuple[Any, SamplingParams]]:
     """Each prompt with its parameters; what is in it is for ``token_ids`` to say. Raises TypeError or ValueError."""
-    if not isinstance(prompts, Iterable) or _is_token(prompts):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping) or _is_token(prompts):
         raise TypeError(f"prompts: expected a text, token ids, or several of either, got {prompts!r}")
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if given and _is_token(given[0]):
@@ -40,7 +40,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int, *, chat: 
             prompt = tokenizer.chat(prompt) if chat else tokenizer.encode(prompt)
         except TextError as error:
             raise RequestError(str(error)) from error
-    elif not isinstance(prompt, Iterable):
+    elif not isinstance(prompt, Iterable) or isinstance(prompt, Mapping) or getattr(prompt, "ndim", 1) == 0:
         raise RequestError(f"expected a text or token ids, got {prompt!r}")
     elif chat:
         raise RequestError("chat takes texts, got token ids")

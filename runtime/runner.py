@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from runtime import ranks
+from runtime.calls import is_autocast
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.graph import AS_IS, Within
 from runtime.graphed import GraphedModule, graphed
@@ -30,6 +31,7 @@ from runtime.sizes import plain_sizes
 from runtime.step_arrays import StepArrays, from_chunks, offsets_of
 from runtime.step_module import DYNAMIC, PAD, StepModule
 from tkernels import _dependent, collectives
+from tkernels.attention._inputs import MAX_PAGE, MAX_SEQS
 
 _GOLDEN = 0.6180339887498949  # whose multiples lie evenly between whole numbers
 _WARMUP_CONTEXT = 1024  # tokens of context that a step is timed with; half of what a request may have, where that is less
@@ -58,8 +60,11 @@ class Runner:
         stored, own = config.cache.dtype, str(model.spec.dtype).removeprefix("torch.")
         if stored not in ("auto", "fp8_e4m3", own):
             raise ConfigError(f'cache.dtype: expected "auto", the model\'s "{own}" or "fp8_e4m3", got "{stored}"')
+        for key, value, most in (("cache.page_size", self.page_size, MAX_PAGE), ("scheduler.max_num_seqs", self.max_num_seqs, MAX_SEQS)):
+            if value > most:
+                raise ConfigError(f"{key}: expected at most {most}, which is what the attention kernels take, got {value}")
         self.num_pages = self._choose_num_pages(max_context)
-        self._caches = allocate_cache(model.spec, self.num_pages, self.page_size, config.cache.dtype, self.device)
+        self._caches = self._allocate_cache(self.num_pages)
         model.bind_cache(self._caches)
         self._buffers_of_first = cast(Any, model.layers[0]).attention._buffers
         # A request holds at most what the pool has, so a table needs no more columns than that, and never fewer.
@@ -75,6 +80,18 @@ class Runner:
         self.inputs = StepArrays(self.max_num_seqs, self.num_columns, self.page_size, self.sampler.admit)
 
     # -- sizing ---------------------------------------------------------------------------------------------------------------
+
+    def _allocate_cache(self, num_pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        config, spec = self.config.cache, self.model.spec
+        try:
+            return allocate_cache(spec, num_pages, self.page_size, config.dtype, self.device)
+        except RuntimeError as error:  # torch has no one error for it on the CPU
+            token_bytes = sum(k.nbytes + v.nbytes for k, v in allocate_cache(spec, 1, 1, config.dtype, self.device))
+            raise ConfigError(
+                f"cache.num_pages: {num_pages} pages of cache.page_size = {self.page_size} tokens take "
+                f"{num_pages * self.page_size * token_bytes / 2**30:.1f} GiB, which {self.device} does not have; "
+                'set fewer, or "auto" for what fits'
+            ) from error
 
     def _choose_num_pages(self, max_context: int) -> int:
         """The configured count, or from memory.
@@ -127,6 +144,9 @@ class Runner:
     @torch.no_grad()
     def launch(self, step: Step, masks: Mapping[int, np.ndarray] | None = None) -> Launched:
         """Start a step. Does not wait for the device. masks: by request number, what its mask allows for this step's token."""
+        if is_autocast(self.device.type):  # the caller's, for other modules than this: its cache has one dtype, and so have its graphs
+            with torch.autocast(self.device.type, enabled=False):
+                return self.launch(step, masks)
         if self._buffers_of_first["k_cache"] is not self._caches[0][0]:
             raise RuntimeError("the model's KV cache belongs to another engine now: make one engine for each model")
         arrays, seqs = self.inputs.of(step), len(step.rows)
@@ -252,7 +272,7 @@ class Runner:
         They read pages of the cache and write none (every slot is -1), so they can run at any time, also between requests.
         """
         prompts = self._num_prompts(prompt_tokens)
-        if decodes + prompts > self.max_num_seqs or decodes + prompt_tokens < 1:
+        if min(decodes, prompt_tokens) < 0 or decodes + prompts > self.max_num_seqs or decodes + prompt_tokens < 1:
             raise ValueError(
                 f"batch: expected 1 to {self.max_num_seqs} requests of up to {self.max_context} tokens, got {decodes} that decode "
                 f"and {prompt_tokens} prompt tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,8 @@ def test_chat_uses_the_template(device: torch.device) -> None:
         ([True], r"prompt\[0\]: expected a token id, got True"),
         ("a\ud800", "the text is not valid Unicode: surrogates not allowed at position 1"),
         (None, "expected a text or token ids, got None"),
+        (torch.tensor(1.5), r"expected a text or token ids, got tensor\(1.5"),
+        ({"prompt": "a"}, r"expected a text or token ids, got \{'prompt': 'a'\}"),
         (list(range(300)), r"300 tokens and needs 38 pages of 8; the cache has 32 \(cache.num_pages = 33"),
     ],
 )
@@ -278,7 +281,7 @@ def test_text_without_a_tokenizer_is_refused(device: torch.device) -> None:
     check_idle(engine)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, np.int64(5), torch.tensor(5)])
+@pytest.mark.parametrize("prompts", [None, 5, np.int64(5), torch.tensor(5), {"prompt": "a"}])
 def test_prompts_that_are_none_are_named(device: torch.device, prompts: Any) -> None:
     engine = make_engine(device)
     for method in (engine.generate, engine.stream):
@@ -312,6 +315,12 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) ->
         ({"graph": {"mod": "full"}}, "graph.mod: unknown key; did you mean graph.mode"),
         ({"cache": {"num_pages": 1}}, "cache.num_pages: expected at least 2"),
         ({"cache": {"page_size": 0}}, "cache.page_size"),
+        ({"cache": {"page_size": 257}}, "cache.page_size: expected at most 256, .* got 257"),
+        (
+            {"cache": {"num_pages": 10**12}},
+            r"cache.num_pages: 1000000000000 pages of cache.page_size = 16 tokens take \d+\.\d GiB, which cpu",
+        ),
+        ({"scheduler": {"max_num_seqs": 8193, "max_batch_tokens": 8193}}, "scheduler.max_num_seqs: expected at most 8192, .* got 8193"),
         ({"cache": {"dtype": "float16"}}, 'cache.dtype: expected "auto", the model\'s "float32" or "fp8_e4m3", got "float16"'),
         ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
@@ -329,6 +338,9 @@ def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: 
         (5, "config: expected a TOML file, a mapping of sections or a RuntimeConfig, got 5"),
         ({"graph": {"memory_budget": "9" * 400 + ".0"}}, f"graph.memory_budget: expected at most {2**63 - 1} bytes, got {'9' * 40}…"),
         ({"graph": {"memory_budget": 2**63}}, "graph.memory_budget: input should be less than or equal to"),
+        ({"graph": {"max_tokens": True}}, "graph.max_tokens: expected a number, got True"),
+        ({"graph": {"capture_sizes": [True]}}, 'graph.capture_sizes: expected "auto" or a list of positive integers, got [True]'),
+        ({"scheduler": {"itl_ms": False}}, "scheduler.itl_ms: expected a number, got False"),
         ({"graph": {"capture_sizes": "all"}}, "graph.capture_sizes: expected \"auto\" or a list of positive integers, got 'all'"),
         ({"graph": {"full_sizes": [0, -1]}}, 'graph.full_sizes: expected "auto" or a list of positive integers, got [0, -1]'),
         ({"cache": {"num_pages": 1.5}}, 'cache.num_pages: expected "auto" or a positive integer, got 1.5'),
@@ -387,6 +399,61 @@ def test_missing_and_truncated_checkpoints_are_said(folder: Path, tmp_path: Path
     (cut / "model.safetensors").write_bytes(data[: len(data) - 100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         Engine(cut, config())
+
+
+def test_autocast_of_the_caller_changes_no_token(device: torch.device) -> None:
+    engine = make_engine(device)
+    expected = engine.generate([prompt_of(20)], SamplingParams(max_tokens=6))
+    with torch.autocast(device.type, torch.bfloat16):
+        again = make_engine(device).generate([prompt_of(20)], SamplingParams(max_tokens=6))
+        assert engine.generate([prompt_of(20)], SamplingParams(max_tokens=6)) == again == expected
+    check_idle(engine)
+
+
+def test_a_call_of_another_thread_meanwhile_is_refused(device: torch.device) -> None:
+    """It would work on what the other one is just changing, and give wrong tokens. One after the other they may call."""
+    engine, errors = make_engine(device), list[str]()
+
+    def other() -> None:
+        for call in (engine.step, lambda: engine.submit([1])):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    def mask(generated: list[int]) -> None:  # called inside of a step
+        if not generated:
+            in_a_thread()
+
+    answer = engine.submit([1, 2], SamplingParams(max_tokens=2), mask=mask)
+    while not answer.finished:
+        engine.step()
+    assert len(errors) == 2 and all("another thread is in a call of this engine" in error for error in errors)
+    in_a_thread()
+    assert len(errors) == 2
+    while engine.has_work:
+        engine.step()
+    check_idle(engine)
+
+
+def test_what_is_of_another_engine_or_kind_is_named(device: torch.device) -> None:
+    engine, other = make_engine(device), make_engine(device)
+    kept, foreign = engine.submit([1], SamplingParams(max_tokens=2)), other.submit([1])
+    with pytest.raises(ValueError, match="answer: it was not submitted to this engine"):
+        engine.abort(foreign)
+    with pytest.raises(TypeError, match="salt: expected bytes, got 'tenant'"):
+        engine.submit([1], salt="tenant")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batch: expected 1 to 4 requests .* got 3 that decode and -2 prompt tokens"):
+        engine.explain(3, -2)
+    while not kept.finished:
+        engine.step()
+    assert kept.completion().finish_reason == "length"
+    check_idle(engine)
 
 
 # -- failures --------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tkernels._triton import tl
 from tkernels.attention._common import FP8
 
 _MAX_DIM = 256
-_MAX_PAGE = 256
+MAX_PAGE = 256
 MAX_SEQS = 8192  # a program holds all lengths in registers: 64 a thread
 _MAX_KEYS = 1 << 30  # of a sequence: positions, windows and blocks that are read ahead stay within int32
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -82,8 +82,8 @@ def check_inputs(
         raise ValueError(f"v_cache: expected {list(k_cache.shape)} like k_cache, got {list(v_cache.shape)}")
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(f"q: expected a number of heads that is a multiple of the cache's {kv_heads} KV heads, got {heads}")
-    if not 0 < page_size <= _MAX_PAGE:
-        raise ValueError(f"k_cache: expected a page size of 1 to {_MAX_PAGE}, got {list(k_cache.shape)}")
+    if not 0 < page_size <= MAX_PAGE:
+        raise ValueError(f"k_cache: expected a page size of 1 to {MAX_PAGE}, got {list(k_cache.shape)}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dtype != q.dtype and cache.dtype != FP8:
             expected = f"{str(q.dtype).removeprefix('torch.')} like q" + ("" if q.dtype == FP8 else ", or float8_e4m3fn")
