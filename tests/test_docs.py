@@ -103,6 +103,21 @@ def test_tables_and_pictures_are_not_stale() -> None:
     assert not report.stale(ROOT), "run `python bench/report.py`"
 
 
+def test_every_fault_of_a_test_has_a_row_and_every_row_a_test() -> None:
+    """By the names of tests and of the cases of collectives: each number that one begins with, and no other, is in docs/faults.md."""
+    rows, _, untested = (ROOT / "docs" / "faults.md").read_text().partition("## Not tested")
+    listed = re.findall(r"^\| (b\d+) \|", rows, re.MULTILINE)
+    tested: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for numbers in re.findall(r"^ *def (?:test_)?((?:b\d{3}_)+)", path.read_text(), re.MULTILINE):
+            tested.update(numbers.rstrip("_").split("_"))
+    assert tested - set(listed) == set(), "a row in docs/faults.md is missing"
+    assert set(listed) - tested == set(), "no test begins with the number of this row"
+    assert len(listed) == len(set(listed)), "a number has two rows"
+    without = re.findall(r"^- (b\d+) ", untested, re.MULTILINE)
+    assert not set(without) & tested, "a number under Not tested has a test"
+
+
 def test_config_page_is_not_stale() -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:

@@ -167,7 +167,7 @@ def test_the_warm_up_has_every_kernel_that_requests_ask_for(device: torch.device
 
 
 @pytest.mark.gpu
-def test_no_request_compiles_anything_after_the_start(device: torch.device) -> None:
+def test_b066_no_request_compiles_anything_after_the_start(device: torch.device) -> None:
     import triton.knobs
 
     engine = make_engine(device)

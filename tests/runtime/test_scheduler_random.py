@@ -66,7 +66,7 @@ def test_answers_to_one_prompt_hold_its_full_pages_once(prefix_cache: bool) -> N
     policy=st.sampled_from([None, *POLICIES]),
     overtake_ms=st.sampled_from([0.0, 3.0, 1e9]),
 )
-def test_b151_pages_are_neither_lost_nor_shared_and_every_request_ends(
+def test_b151_b156_pages_are_neither_lost_nor_shared_and_every_request_ends(
     operations, num_pages, page_size, max_num_seqs, spare_tokens, prefix_cache, depth, reserve, policy, overtake_ms
 ) -> None:
     """Random arrivals, repeated prompts, aborts, failures and preemptions, with one or two steps in flight."""

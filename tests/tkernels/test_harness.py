@@ -150,7 +150,7 @@ def test_b103_to_fp8_saturates_and_keeps_nan(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_b165_dot_is_right_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_b165_b166_dot_is_right_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """The package's dot, in fp32 without tf32: the precision is stated, not left to a default."""
     a, b = torch.randn(16, 16, device=device).to(dtype), torch.randn(16, 16, device=device).to(dtype)
     c = torch.empty(16, 16, device=device)

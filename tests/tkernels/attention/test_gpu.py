@@ -168,7 +168,7 @@ def test_prompts_by_the_plain_kernel(shape):
         prefill_sm90.enable(True)
 
 
-def test_no_compilation_after_warm_up():
+def test_b066_no_compilation_after_warm_up():
     """Other lengths, other numbers of sequences within the same power of two, other tables: no kernel is compiled again."""
     import triton.knobs
 
