@@ -30,8 +30,8 @@ def _sums_layout(warps, slices):
 
 
 @gluon.constexpr_function
-def _x_layout(chunks, rows, warps):
-    """Of a piece [chunks, rows, 64]: 8 lanes load a line of 128 bytes, a warp up to 512 bytes of a row."""
+def _x_layout(chunks, warps):
+    """Of a piece [chunks, any rows, 64]: 8 lanes load a line of 128 bytes, a warp up to 512 bytes of a row."""
     lanes = min(4, chunks)
     along = max(1, min(warps, chunks // lanes))
     return gl.BlockedLayout([1, 1, 8], [lanes, 4 // lanes, 8], [along, warps // along, 1], [2, 1, 0])
@@ -200,7 +200,7 @@ def start(
 @gluon.jit
 def first_x(norm_ptr, K: gl.constexpr, HAS_NORM: gl.constexpr, X_ROWS: gl.constexpr, PIECE: gl.constexpr):
     """Row and column of each element of the first piece of x, and the norm's weight there, which may be read before ``wait``."""
-    x_layout: gl.constexpr = _x_layout(PIECE, X_ROWS, gl.num_warps())
+    x_layout: gl.constexpr = _x_layout(PIECE, gl.num_warps())
     offs_c = gl.arange(0, PIECE, gl.SliceLayout(1, gl.SliceLayout(2, x_layout)))[:, None, None]
     offs_m = gl.arange(0, X_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, x_layout)))[None, :, None]
     offs_i = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, x_layout)))[None, None, :]

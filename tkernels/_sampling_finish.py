@@ -59,7 +59,7 @@ def finish_kernel(
             works = 1
             if is_leader:
                 num_listed = begin(
-                    values, ids, notes, runs, live, tops, keys, vocab, num_runs, top, temperature, floor, use_k, use_p, top_k, top_p, slack,
+                    values, ids, notes, runs, live, tops, keys, num_runs, top, temperature, floor, use_k, use_p, top_k, top_p, slack,
                     SHIFT,
                 )  # fmt: skip
                 if words_ptr is not None:

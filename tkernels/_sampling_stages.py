@@ -195,7 +195,7 @@ def _width(low, high):
 
 @triton.jit
 def begin(
-    values, ids, notes, runs, live, tops, keys, vocab, num_runs, top, temperature, floor, use_k, use_p, top_k, top_p, slack,
+    values, ids, notes, runs, live, tops, keys, num_runs, top, temperature, floor, use_k, use_p, top_k, top_p, slack,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The first stage, over the runs that can hold a kept token; how many they are. Known from the runs' maxima and sums alone."""

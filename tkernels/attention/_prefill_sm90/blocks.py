@@ -74,7 +74,7 @@ def first_half_block(
 @gluon.jit
 def next_block(
     q, ks, vs, i, acc, m, l, p, position, key, qk_scale, softcap, window, zeros,
-    MASKED: gl.constexpr, DTYPE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr, DIM: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, NARROW: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Block i of this role: its Q · Kᵀ is issued, then the P · V of block i - 1, under which the softmax of block i runs.

@@ -95,20 +95,20 @@ def consumer(
         for j in range(1, blocks - full):
             acc, m, l, p = next_block(
                 q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
-                qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+                qk_scale, softcap, window, zeros, True, DTYPE, DIM, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
             i += 1
         for _j in range(gl.maximum(blocks - full, 1), blocks - open_low):
             acc, m, l, p = next_block(
                 q, ks, vs, i, acc, m, l, p, sees, offs_n, qk_scale, softcap, window, zeros,
-                False, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+                False, DTYPE, DIM, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
             i += 1
         if HAS_WINDOW:
             for j in range(gl.maximum(blocks - open_low, 1), blocks - low):
                 acc, m, l, p = next_block(
                     q, ks, vs, i, acc, m, l, p, offs_m + here(first_position - base + j * BLOCK_N), offs_n,
-                    qk_scale, softcap, window, zeros, True, DTYPE, DIM, BLOCK_N, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
+                    qk_scale, softcap, window, zeros, True, DTYPE, DIM, K_STAGES, V_STAGES, NARROW, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
                 i += 1
         mbarrier.arrive(q_empty, count=1)
