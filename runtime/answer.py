@@ -13,7 +13,8 @@ from runtime.text import TextStream
 class Completion:
     """One answer. ``token_ids`` holds every sampled token, an end-of-sequence token included; ``text`` ends before a stop string.
 
-    index, sample: of the prompt, and of its n answers. logprobs: one for each token, if they were asked for.
+    index, sample: of the prompt, and of its n answers. logprobs: one for each token, if they were asked for. cached_tokens: those of the
+    prompt whose K/V lay in the prefix cache when it was first let in.
     """
 
     text: str
@@ -24,6 +25,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     index: int = field(default=0, compare=False)
     sample: int = 0
+    cached_tokens: int = field(default=0, compare=False)
 
     @classmethod
     def refused(cls, error: RequestError, index: int) -> Completion:
@@ -97,4 +99,5 @@ class Answer:
             logprobs,
             self.index,
             request.sample,
+            request.num_cached,
         )
