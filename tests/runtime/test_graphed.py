@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import graph_toys as toys
@@ -11,6 +12,7 @@ from graph_toys import close, level_costs, make
 from torch import nn
 
 from runtime import graphed
+from runtime.contract import same_bits
 
 MODES = ("full", "piecewise", "eager", "auto")
 
