@@ -154,5 +154,6 @@ def test_a_window_holds_beside_a_position_bias(device: torch.device) -> None:
     bias = torch.zeros(1, 1, 5, 7, device=device)
     for settings in ({}, {"softcap": 5.0}):
         want, _ = attention(module, q, k, v, rows, sliding_window=3, **settings)
-        got, _ = attention(module, q, k, v, rows, sliding_window=3, position_bias=bias, **settings)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        for mask in (rows, None):
+            got, _ = attention(module, q, k, v, mask, sliding_window=3, position_bias=bias, **settings)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -182,13 +182,13 @@ def attention(
     if dropout:
         raise NotImplementedError(f"dropout: expected 0, the kernels are for inference, got {dropout}; call model.eval() or report.undo()")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    dense = attention_mask is not None and attention_mask.dtype != torch.int32
-    if dense or position_bias is not None or value.shape[-1] != key.shape[-1]:
-        return _dense(
-            module, query, key, value, attention_mask, scale, sliding_window, softcap, is_causal, s_aux, position_bias, kwargs
-        ), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window if causal else None
+    dense = attention_mask is not None and attention_mask.dtype != torch.int32
+    if dense or position_bias is not None or value.shape[-1] != key.shape[-1]:
+        if attention_mask is None and causal:
+            attention_mask = _rows(len(query), query.shape[2], key.shape[2], key.shape[2] - query.shape[2], 0, None, query.device)
+        return _dense(module, query, key, value, attention_mask, scale, window, softcap, is_causal, s_aux, position_bias, kwargs), None
     if (
         query.shape[2] == 1
         and softcap is None
