@@ -5,7 +5,7 @@
         print(completion.text)
 
 ``generate`` and ``stream`` stand on ``submit``, ``step`` and ``abort``, which a server would call. One engine belongs to one
-thread at a time, and a call of another one meanwhile is refused; several streams of a thread may run interleaved.
+thread at a time, and a call of another one meanwhile is refused, but for ``abort``; several streams of a thread may run interleaved.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Engine:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         started = time.perf_counter()
-        self._lock = threading.RLock()  # of the thread whose call is under way
+        self._turn = threading.RLock()  # of the thread that calls; another one is refused
+        self._lock = threading.RLock()  # of who changes requests just now; others wait, for a step at most
         self.config = RuntimeConfig.load({} if config is None else config)
         costs = self.config.graph.cost_table
         if costs and (obstacle := CostTable.obstacle(costs)):  # now, not after the warm-up
@@ -124,13 +125,17 @@ class Engine:
         on_error: a prompt that cannot be served (empty, too long, unknown token) raises RequestError before anything runs, or with
         "return" comes back as a Completion with finish_reason "error" and its message, while the others are served.
         """
-        answers = self._submit_all(prompts, params, chat, on_error, whole=True)
+        self._take_turn()
         try:
-            for answer in answers:
-                while isinstance(answer, Answer) and not answer.finished:
-                    self.step()
+            answers = self._submit_all(prompts, params, chat, on_error, whole=True)
+            try:
+                for answer in answers:
+                    while isinstance(answer, Answer) and not answer.finished:
+                        self.step()
+            finally:
+                self._drop(answers)
         finally:
-            self._drop(answers)
+            self._turn.release()
         return [answer.completion() if isinstance(answer, Answer) else answer for answer in answers]
 
     def stream(
@@ -248,29 +253,30 @@ class Engine:
         answers: list[Answer] = []
         self._take_turn()
         try:
-            for sample in range(params.n):
-                first = answers[0].request if answers else None
-                request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
-                self.scheduler.add(request)
-                self._submitted += 1
-                self._masked |= mask is not None
-                stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-                answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
-                answers.append(answer)
-                if self.metrics is not None:
-                    self.metrics.arrived(request.number)
+            with self._lock:
+                for sample in range(params.n):
+                    first = answers[0].request if answers else None
+                    request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
+                    self.scheduler.add(request)
+                    self._submitted += 1
+                    self._masked |= mask is not None
+                    stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+                    answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
+                    answers.append(answer)
+                    if self.metrics is not None:
+                        self.metrics.arrived(request.number)
         finally:
-            self._lock.release()
+            self._turn.release()
         return answers
 
     def _take_turn(self) -> None:
         """Two threads at once would compose steps of what is half changed: wrong tokens, where nothing fails."""
-        if not self._lock.acquire(blocking=False):
+        if not self._turn.acquire(blocking=False):
             raise RuntimeError("another thread is in a call of this engine: let one thread call it, or take turns under a lock of yours")
 
     def abort(self, answer: Answer) -> None:
         """End a request. Its pages come back as soon as no step in flight uses them."""
-        with self._lock:  # waits: who ends requests may be the collector of garbage, in any thread
+        with self._lock:  # in anybody's turn: who ends requests may be the collector of garbage, in any thread
             if answer.finished:
                 return
             if self._answers.get(answer.request.number) is not answer:
@@ -289,13 +295,14 @@ class Engine:
         """
         self._take_turn()
         try:
-            while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
-                with self._failing(step):
-                    self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
-            if self._flying:
-                self._land()
+            with self._lock:
+                while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
+                    with self._failing(step):
+                        self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
+                if self._flying:
+                    self._land()
         finally:
-            self._lock.release()
+            self._turn.release()
 
     def _land(self) -> None:
         """Take in the oldest step in flight."""

@@ -442,6 +442,62 @@ def test_a_call_of_another_thread_meanwhile_is_refused(device: torch.device) -> 
     check_idle(engine)
 
 
+def test_generate_keeps_its_turn_between_steps(device: torch.device) -> None:
+    """Else the other thread's step could come between two of its own, and it would be the one that is refused."""
+    engine, errors = make_engine(device), list[str]()
+    expected = engine.generate([[1, 2]], SamplingParams(max_tokens=3))
+    step = engine.step
+
+    def other() -> None:
+        try:
+            engine.submit([3])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def step_and_meet() -> None:
+        step()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    engine.step = step_and_meet  # type: ignore[method-assign]
+    assert engine.generate([[1, 2]], SamplingParams(max_tokens=3)) == expected
+    assert errors and all("another thread is in a call of this engine" in error for error in errors)
+    engine.step = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([[1, 2]])
+    errors.clear()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert not errors, "a call that failed has ended its turn"
+
+
+def test_who_aborts_in_another_thread_refuses_nobody(device: torch.device) -> None:
+    """Streams end their requests wherever they are collected: the thread that serves waits for that and goes on."""
+    engine = make_engine(device)
+    kept, dropped = (engine.submit([i], SamplingParams(max_tokens=3)) for i in (1, 2))
+    finish, entered, go_on = engine.scheduler.finish, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        finish(*arguments)
+
+    engine.scheduler.finish = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=engine.abort, args=(dropped,))
+    thread.start()
+    assert entered.wait(30)
+    threading.Timer(0.05, go_on.set).start()
+    engine.step()
+    thread.join()
+    assert dropped.completion().finish_reason == "abort"
+    while not kept.finished:
+        engine.step()
+    assert kept.completion().finish_reason == "length"
+    check_idle(engine)
+
+
 def test_what_is_of_another_engine_or_kind_is_named(device: torch.device) -> None:
     engine, other = make_engine(device), make_engine(device)
     kept, foreign = engine.submit([1], SamplingParams(max_tokens=2)), other.submit([1])
