@@ -246,10 +246,11 @@ class RotaryEmbedding(nn.Module):
         again, which no ``state_dict`` would bring back; NaN if it was made of frequencies on the meta device."""
         table = self.cos_sin
         super()._apply(fn, recurse)
-        device = self.cos_sin.device
-        if self.cos_sin is not table and device.type != "meta":
-            table = self._table(len(table), device) if table.is_meta else table
-            self.cos_sin = torch.full_like(self.cos_sin, torch.nan, dtype=torch.float32) if table.is_meta else table.to(device)
+        moved = self.cos_sin
+        if moved is not table:
+            is_new = table.is_meta and not moved.is_meta
+            table = self._table(len(table), moved.device) if is_new else table
+            self.cos_sin = torch.full_like(moved, torch.nan, dtype=torch.float32) if is_new and table.is_meta else table.to(moved.device)
         return self
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

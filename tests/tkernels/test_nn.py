@@ -227,6 +227,7 @@ def test_a_rotation_made_on_meta_has_its_table(device: torch.device) -> None:
     assert torch.equal(module.to_empty(device=device).cos_sin, want), "one that was on a device already"
     unknown = tk.RotaryEmbedding(8, 64, inv_freq=torch.ones(4, device="meta")).to_empty(device=device)
     assert unknown.cos_sin.isnan().all(), "its frequencies had no values"
+    assert tk.RotaryEmbedding(8, 64, device="meta").half().cos_sin.dtype == torch.float32, "also before it has values"
 
 
 class _Block(nn.Module):
