@@ -48,8 +48,10 @@ class CapturedModule(StandIn):
         super().__init__(module)
         if isinstance(static, str):
             raise TypeError(f"static: expected names of arguments, got the text {static!r}; write [{static!r}]")
+        if not isinstance(pad, Mapping):
+            raise TypeError(f'pad: expected arguments and what their padding holds, {{"slot_mapping": -1}} for example, got {pad!r}')
         for name, value in pad.items():
-            if value != "last" and not isinstance(value, Real):
+            if not isinstance(value, Real) and not (isinstance(value, str) and value == "last"):
                 raise ValueError(f'pad: {name}: expected a number or "last", got {value!r}')
         self.config = config
         self.borrow, self._within = borrow, within

@@ -237,6 +237,8 @@ def test_names_that_no_argument_has_are_refused(device: torch.device) -> None:
         make(toys.Layers().to(device), static="factor")
     with pytest.raises(TypeError, match=r"dynamic: expected arguments and their token dimensions, .* got 'ids'"):
         make(toys.Layers().to(device), "ids")
+    with pytest.raises(TypeError, match=r"pad: expected arguments and what their padding holds, .* got \['factor'\]"):
+        make(toys.Layers().to(device), pad=["factor"])
     with pytest.raises(ValueError, match="pad: factor: expected a number or \"last\", got 'first'"):
         make(toys.Layers().to(device), pad={"factor": "first"})
     with pytest.raises(ValueError, match="bounds: no dimension in dynamic is named 'seq'; there are tokens"):
