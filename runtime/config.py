@@ -61,11 +61,10 @@ class _Section(BaseModel):
     @classmethod
     def _no_truth(cls, value: Any, info: ValidationInfo) -> Any:
         """True is a 1 to Python and to pydantic, and a slip of the pen here."""
-        name = info.field_name or ""
-        if "bool" not in str(cls.model_fields[name].annotation) and any(
-            isinstance(each, bool) for each in (value if isinstance(value, list) else [value])
-        ):
-            raise ValueError(f"expected a number, got {value!r}")
+        kinds = re.findall(r"\b(?:bool|int|float)\b", str(cls.model_fields[info.field_name or ""].annotation))
+        given = value if isinstance(value, (list, tuple)) else [value]
+        if kinds and "bool" not in kinds and any(isinstance(each, bool) for each in given):  # of texts pydantic says it
+            raise ValueError(f"expected {'a number' if isinstance(value, bool) else 'numbers'}, got {value!r}")
         return value
 
 

@@ -85,7 +85,7 @@ class Runner:
         config, spec = self.config.cache, self.model.spec
         try:
             return allocate_cache(spec, num_pages, self.page_size, config.dtype, self.device)
-        except RuntimeError as error:  # torch has no one error for it on the CPU
+        except (RuntimeError, TypeError) as error:  # torch has no one error for it on the CPU; TypeError where a size is no int64
             token_bytes = sum(k.nbytes + v.nbytes for k, v in allocate_cache(spec, 1, 1, config.dtype, self.device))
             raise ConfigError(
                 f"cache.num_pages: {num_pages} pages of cache.page_size = {self.page_size} tokens take "
@@ -131,7 +131,7 @@ class Runner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             self.module(**arguments)
         torch.cuda.synchronize(device)
         needed = torch.cuda.max_memory_allocated(device) - before

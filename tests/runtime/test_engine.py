@@ -321,6 +321,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) ->
             {"cache": {"num_pages": 10**12}},
             r"cache.num_pages: 1000000000000 pages of cache.page_size = 16 tokens take \d+\.\d GiB, which cpu",
         ),
+        ({"cache": {"num_pages": 10**19}}, r"cache.num_pages: 10000000000000000000 pages of cache.page_size = 16 tokens take"),
         ({"scheduler": {"max_num_seqs": 8193, "max_batch_tokens": 8193}}, "scheduler.max_num_seqs: expected at most 8192, .* got 8193"),
         ({"cache": {"dtype": "float16"}}, 'cache.dtype: expected "auto", the model\'s "float32" or "fp8_e4m3", got "float16"'),
         ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs"),
@@ -342,6 +343,10 @@ def test_a_wrong_configuration_names_its_key(sections: dict[str, Any], message: 
         ({"graph": {"max_tokens": True}}, "graph.max_tokens: expected a number, got True"),
         ({"graph": {"capture_sizes": [True]}}, 'graph.capture_sizes: expected "auto" or a list of positive integers, got [True]'),
         ({"scheduler": {"itl_ms": False}}, "scheduler.itl_ms: expected a number, got False"),
+        ({"compile": {"compile_sizes": [True]}}, "compile.compile_sizes: expected numbers, got [True]"),
+        ({"model": {"path": True}}, "model.path: input should be a valid string, got True"),
+        ({"graph": {"mode": False}}, "graph.mode: input should be 'auto', 'full', 'piecewise' or 'eager', got False"),
+        ({"graph": True}, "graph: expected a section, [graph] with keys below it, got True"),
         ({"graph": {"capture_sizes": "all"}}, "graph.capture_sizes: expected \"auto\" or a list of positive integers, got 'all'"),
         ({"graph": {"full_sizes": [0, -1]}}, 'graph.full_sizes: expected "auto" or a list of positive integers, got [0, -1]'),
         ({"cache": {"num_pages": 1.5}}, 'cache.num_pages: expected "auto" or a positive integer, got 1.5'),
@@ -409,6 +414,18 @@ def test_autocast_of_the_caller_changes_no_token(device: torch.device) -> None:
         again = make_engine(device).generate([prompt_of(20)], SamplingParams(max_tokens=6))
         assert engine.generate([prompt_of(20)], SamplingParams(max_tokens=6)) == again == expected
     check_idle(engine)
+
+
+def test_the_step_that_sizes_the_cache_runs_without_autocast(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an engine tries its largest step out before anything is captured, wherever it is made."""
+    runner, seen = make_engine(device).runner, list[bool]()
+    for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "synchronize", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 30, 1 << 30))
+    monkeypatch.setattr(runner, "module", lambda **_: seen.append(torch.is_autocast_enabled(device.type)))
+    with torch.autocast(device.type, torch.bfloat16):
+        runner._free_after_largest_step(64)
+    assert seen == [False]
 
 
 def test_a_call_of_another_thread_meanwhile_is_refused(device: torch.device) -> None:
