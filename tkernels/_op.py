@@ -55,6 +55,8 @@ def define(
     _LIBRARY.impl(name, _switched(repeating(kernel), reference) if INTERPRETED else reference, "CPU")
     torch.library.register_fake(f"tkernels::{name}", _without_values(name, fake), lib=_LIBRARY)
     overload = getattr(torch.ops.tkernels, name).default
+    for device in ("cpu", "cuda"):
+        _LIBRARY.impl(name, _without_autocast(device, overload), f"Autocast{device.upper()}")
     if overload._schema.is_mutable:
         _LIBRARY.impl(name, _refuse_gradients(name, overload), "Autograd")
     else:
@@ -87,6 +89,16 @@ def _without_values(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
             real = next(x.device for x in tensors if not x.is_meta)
             raise ValueError(f"{empty}: expected a tensor on {real} like the others, got one on meta, which has no values; load them first")
         return fake(*args, **kwargs)
+
+    return run
+
+
+def _without_autocast(device: str, overload: Any) -> Callable[..., Any]:
+    """The op says which dtype comes out; products of torch's within it would follow the caller's autocast."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return overload(*args, **kwargs)
 
     return run
 

@@ -7,6 +7,7 @@ other, fakes with the real strides, a backward that raises, and inputs that stay
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_b073_fake_outputs_look_like_real_ones(name: str, device: torch.device) 
         for r, f in zip(real, fake, strict=True):
             want = (r.shape, r.stride(), r.dtype, r.device, r.storage_offset())
             assert (f.shape, f.stride(), f.dtype, f.device, f.storage_offset()) == want
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_callers_autocast_changes_nothing(name: str, device: torch.device) -> None:
+    """The kernel and the reference: products of torch's within either would follow it."""
+    for run in (nullcontext, reference_ops):
+        for args, kwargs in SAMPLES[name](device):
+            other_args, other_kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            with run():
+                want = _outputs(_op(name)(*args, **kwargs))
+                with torch.autocast(device.type):
+                    got = _outputs(_op(name)(*other_args, **other_kwargs))
+            for g, w in zip(got, want, strict=True):
+                assert g.dtype == w.dtype
+                torch.testing.assert_close(g.float(), w.float(), rtol=1e-5, atol=1e-5, equal_nan=True)  # copies may lie otherwise
+            for key in _mutated(name):
+                mine, theirs = (_named(name, *call)[key] for call in ((args, kwargs), (other_args, other_kwargs)))
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", CHECKED)
