@@ -34,6 +34,7 @@ from runtime.runner import Launched, Runner
 from runtime.sampler import pack_mask
 from runtime.scheduler import Step, make_scheduler, table_rule
 from runtime.text import TextStream, Tokenizer
+from runtime.turn import Turn
 
 OnError = Literal["raise", "return"]
 
@@ -56,7 +57,7 @@ class Engine:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         started = time.perf_counter()
-        self._turn = threading.RLock()  # of the thread that calls; another one is refused
+        self._turn = Turn()  # two threads at once would compose steps of what is half changed: wrong tokens, where nothing fails
         self._lock = threading.RLock()  # of who changes requests just now; others wait, for a step at most
         self.config = RuntimeConfig.load({} if config is None else config)
         costs = self.config.graph.cost_table
@@ -125,8 +126,7 @@ class Engine:
         on_error: a prompt that cannot be served (empty, too long, unknown token) raises RequestError before anything runs, or with
         "return" comes back as a Completion with finish_reason "error" and its message, while the others are served.
         """
-        self._take_turn()
-        try:
+        with self._turn:
             answers = self._submit_all(prompts, params, chat, on_error, whole=True)
             try:
                 for answer in answers:
@@ -134,8 +134,6 @@ class Engine:
                         self.step()
             finally:
                 self._drop(answers)
-        finally:
-            self._turn.release()
         return [answer.completion() if isinstance(answer, Answer) else answer for answer in answers]
 
     def stream(
@@ -251,28 +249,19 @@ class Engine:
                 raise RequestError(f"{name}: expected token ids from 0 to {vocab - 1}, got {max(ids)}")
         self.runner.sampler.prepare(params, mask is not None)  # now: what fails in a step fails for all that run
         answers: list[Answer] = []
-        self._take_turn()
-        try:
-            with self._lock:
-                for sample in range(params.n):
-                    first = answers[0].request if answers else None
-                    request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
-                    self.scheduler.add(request)
-                    self._submitted += 1
-                    self._masked |= mask is not None
-                    stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
-                    answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
-                    answers.append(answer)
-                    if self.metrics is not None:
-                        self.metrics.arrived(request.number)
-        finally:
-            self._turn.release()
+        with self._turn, self._lock:
+            for sample in range(params.n):
+                first = answers[0].request if answers else None
+                request = Request(self._submitted, tokens, params, self._eos, salt, mask, sample, first)
+                self.scheduler.add(request)
+                self._submitted += 1
+                self._masked |= mask is not None
+                stream = None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+                answer = self._answers[request.number] = Answer(request, stream, index, deque() if events is None else events, whole)
+                answers.append(answer)
+                if self.metrics is not None:
+                    self.metrics.arrived(request.number)
         return answers
-
-    def _take_turn(self) -> None:
-        """Two threads at once would compose steps of what is half changed: wrong tokens, where nothing fails."""
-        if not self._turn.acquire(blocking=False):
-            raise RuntimeError("another thread is in a call of this engine: let one thread call it, or take turns under a lock of yours")
 
     def abort(self, answer: Answer) -> None:
         """End a request. Its pages come back as soon as no step in flight uses them."""
@@ -293,16 +282,12 @@ class Engine:
 
         A step that fails ends the requests in flight with the reason "error" and raises; the engine can be used on.
         """
-        self._take_turn()
-        try:
-            with self._lock:
-                while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
-                    with self._failing(step):
-                        self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
-                if self._flying:
-                    self._land()
-        finally:
-            self._turn.release()
+        with self._turn, self._lock:
+            while len(self._flying) < self._depth and (step := self.scheduler.schedule()) is not None:
+                with self._failing(step):
+                    self._flying.append((step, self.runner.launch(step, self._masks(step) if self._masked else None)))
+            if self._flying:
+                self._land()
 
     def _land(self) -> None:
         """Take in the oldest step in flight."""
