@@ -13,7 +13,7 @@ from runtime.answer_file import AnswerFile, answer_lines, left_to_answer, params
 from runtime.cli import main
 from runtime.config import ConfigError
 from runtime.request import SamplingParams
-from tests.runtime.test_engine import check_idle, make_engine
+from tests.runtime.engine_rig import check_idle, make_engine
 
 DEFAULTS = SamplingParams(max_tokens=5, temperature=1.0)
 

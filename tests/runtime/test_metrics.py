@@ -14,7 +14,7 @@ import torch
 from runtime.config import ConfigError
 from runtime.engine import Engine
 from runtime.request import SamplingParams
-from tests.runtime.test_engine import make_engine
+from tests.runtime.engine_rig import make_engine
 from tests.runtime.tiny import prompt_of
 
 

@@ -15,7 +15,7 @@ import tkernels
 from runtime.engine import Engine
 from runtime.request import RequestError, SamplingParams
 from runtime.sampler import pack_mask
-from tests.runtime.test_engine import check_idle, config, make_engine
+from tests.runtime.engine_rig import check_idle, config, make_engine
 from tests.runtime.tiny import prompt_of, tiny_model, twin
 from tkernels.sampling import sample_ref
 
